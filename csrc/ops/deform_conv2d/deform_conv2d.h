@@ -1,0 +1,42 @@
+// deform_conv2d: the plain parameters that every backend takes. Checked once, in deform_conv2d.cpp.
+#pragma once
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace myvision {
+
+// A tensor of four dimensions, strides in elements; data is null where an optional tensor is absent.
+struct Strided4 {
+  void* data;
+  int64_t stride[4];
+};
+
+struct DeformConv2dParams {
+  Dtype dtype;  // of every tensor: Float64, Float32, Float16 or BFloat16
+  int64_t batch, in_channels, height, width;
+  int64_t out_channels, kernel_h, kernel_w, out_height, out_width;
+  int64_t stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
+  int64_t groups, offset_groups;
+  Strided4 input;   // [batch, in_channels, height, width]
+  Strided4 weight;  // [out_channels, in_channels / groups, kernel_h, kernel_w]
+  Strided4 offset;  // [batch, offset_groups * kernel_h * kernel_w * 2, out_height, out_width], (y, x) pairs
+  Strided4 mask;    // [batch, offset_groups * kernel_h * kernel_w, out_height, out_width], or absent
+  Strided4 bias;    // [out_channels] (stride[0]), or absent
+  Strided4 output;  // [batch, out_channels, out_height, out_width]; backward: the gradient of the output, read only
+};
+
+// Gradients to compute, each of its tensor's shape and dtype; data is null where a gradient is not wanted.
+struct DeformConv2dGradients {
+  Strided4 input, weight, offset, mask, bias;
+};
+
+// Workspace the GPU launchers need, in bytes; the glue allocates it through torch.
+int64_t deform_conv2d_forward_cuda_workspace(const DeformConv2dParams& params);
+int64_t deform_conv2d_backward_cuda_workspace(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
+                                              bool deterministic);
+void deform_conv2d_forward_cuda(const DeformConv2dParams& params, void* workspace, void* stream);
+void deform_conv2d_backward_cuda(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
+                                 bool deterministic, void* workspace, void* stream);
+
+}  // namespace myvision
