@@ -35,8 +35,10 @@ struct DeformConv2dGradients {
 int64_t deform_conv2d_forward_cuda_workspace(const DeformConv2dParams& params);
 int64_t deform_conv2d_backward_cuda_workspace(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
                                               bool deterministic);
-void deform_conv2d_forward_cuda(const DeformConv2dParams& params, void* workspace, void* stream);
-void deform_conv2d_backward_cuda(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
-                                 bool deterministic, void* workspace, void* stream);
+// Null, or what went wrong with the launch.
+const char* deform_conv2d_forward_cuda(const DeformConv2dParams& params, void* workspace, void* stream);
+const char* deform_conv2d_backward_cuda(const DeformConv2dParams& params,
+                                        const DeformConv2dGradients& gradients, bool deterministic, void* workspace,
+                                        void* stream);
 
 }  // namespace myvision

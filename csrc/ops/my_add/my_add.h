@@ -20,6 +20,7 @@ struct MyAddParams {
   int64_t output_stride[kMaxDims];
 };
 
-void my_add_cuda(const MyAddParams& params, void* stream);
+// Null, or what went wrong with the launch.
+const char* my_add_cuda(const MyAddParams& params, void* stream);
 
 }  // namespace myvision
