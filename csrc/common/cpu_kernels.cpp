@@ -1,0 +1,43 @@
+#include "common/cpu_kernels.h"
+
+// Weak until every kernel has landed: a missing one is a null pointer, not a library that fails to load.
+
+#define MYVISION_DECLARE_CPU_KERNELS(INSTRUCTION_SET)                                                 \
+  namespace INSTRUCTION_SET {                                                                         \
+  [[gnu::weak]] void my_add(const MyAddParams&);                                                      \
+  [[gnu::weak]] void deform_conv2d_forward(const DeformConv2dParams&);                                \
+  [[gnu::weak]] void deform_conv2d_backward(const DeformConv2dParams&, const DeformConv2dGradients&); \
+  constexpr CpuKernels kernels = {&my_add, &deform_conv2d_forward, &deform_conv2d_backward};          \
+  }
+
+namespace myvision {
+
+MYVISION_DECLARE_CPU_KERNELS(DEFAULT)
+#if defined(MYVISION_CPU_AVX2)
+MYVISION_DECLARE_CPU_KERNELS(AVX2)
+#endif
+#if defined(MYVISION_CPU_AVX512)
+MYVISION_DECLARE_CPU_KERNELS(AVX512)
+#endif
+
+const CpuKernels& cpu_kernels(CpuCapability capability) {
+  switch (capability) {
+#if defined(MYVISION_CPU_AVX512)
+    case CpuCapability::AVX512:
+      return AVX512::kernels;
+#endif
+#if defined(MYVISION_CPU_AVX2)
+    case CpuCapability::AVX2:
+      return AVX2::kernels;
+#endif
+    default:
+      return DEFAULT::kernels;
+  }
+}
+
+const CpuKernels& cpu_kernels() {
+  static const CpuKernels& kernels = cpu_kernels(cpu_capability());
+  return kernels;
+}
+
+}  // namespace myvision

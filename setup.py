@@ -1,0 +1,360 @@
+"""Builds myvision's two operator libraries: _C (schemas and CPU kernels) and _C_cuda (CUDA or HIP kernels).
+
+Environment switches:
+  MYVISION_NO_CUDA=1      leave the GPU library out
+  FORCE_CUDA=1            fail, rather than leave the GPU library out, where its toolkit is missing
+  TORCH_CUDA_ARCH_LIST    GPU architectures, such as "8.0;9.0+PTX" (PYTORCH_ROCM_ARCH on ROCm)
+  NVCC_FLAGS              further flags for nvcc or hipcc
+  DEBUG=1                 no optimisation, debug symbols, assertions
+  MAX_JOBS                compilers at work at the same time (default: one per available core)
+  CXX, CUDA_HOME          the C++ compiler and the CUDA toolkit to use
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+
+ROOT = Path(__file__).parent.resolve()
+OLDEST_TORCH = (2, 11)
+WINDOWS = sys.platform == "win32"
+# Commands that read the metadata only: they must work before torch is installed.
+METADATA_COMMANDS = {"egg_info", "dist_info", "sdist", "clean", "--version", "--name", "--help", "--help-commands"}
+
+
+def fail(message: str) -> NoReturn:
+    sys.exit(f"myvision: error: {message}")
+
+
+def say(message: str) -> None:
+    print(f"myvision: {message}", flush=True)
+
+
+def switched_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() in {"1", "on", "yes", "true", "y"}
+
+
+# ---- flags of every compiler and architecture ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Compiler flags: of every file, of each build type, and of each instruction set."""
+
+    every: list[str]
+    release: list[str]
+    debug: list[str]
+    instruction_set: dict[str, list[str]]
+
+    def all(self) -> list[str]:
+        return self.every + (self.debug if switched_on("DEBUG") else self.release)
+
+
+GNU = Flags(  # GCC and Clang
+    every=["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"],
+    release=["-O3", "-g0", "-DNDEBUG"],
+    debug=["-O0", "-g", "-UNDEBUG"],
+    instruction_set={
+        "DEFAULT": [],
+        "AVX2": ["-mavx2", "-mfma", "-mf16c"],
+        "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    },
+)
+MSVC = Flags(
+    every=["/std:c++20", "/EHsc", "/permissive-", "/Zc:__cplusplus"],
+    release=["/O2", "/DNDEBUG"],
+    debug=["/Od", "/Z7", "/UNDEBUG"],
+    instruction_set={"DEFAULT": [], "AVX2": ["/arch:AVX2"], "AVX512": ["/arch:AVX512"]},
+)
+HOST = MSVC if WINDOWS else GNU
+
+X86_64 = ["DEFAULT", "AVX2", "AVX512"]
+# On other machines DEFAULT is what the compiler targets by itself: NEON on aarch64.
+INSTRUCTION_SETS = {"x86_64": X86_64, "AMD64": X86_64}.get(platform.machine(), ["DEFAULT"])
+
+
+def gpu_compiler_flags() -> list[str]:
+    optimise = ["-g", "-O0"] if switched_on("DEBUG") else ["-O3", "-DNDEBUG"]
+    return ["-std=c++20", *optimise, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
+
+
+def default_cuda_architectures(cuda: tuple[int, int]) -> str:
+    """For a build machine without a GPU: what this toolkit compiles for, newest as PTX so that later GPUs run it."""
+    listed = ["7.5", "8.0", "8.6", "8.9", "9.0"] + (["10.0", "12.0"] if cuda >= (12, 8) else [])
+    return ";".join(listed) + "+PTX"
+
+
+# ---- what the machine has --------------------------------------------------------------------------------------------
+
+
+def import_torch() -> Any:
+    """torch, or one line that says what is wrong with it."""
+    try:
+        import torch
+    except ImportError as error:
+        fail(
+            f"building needs torch >= 2.11, and importing it failed ({error}). "
+            "Install torch first, then: pip install --no-build-isolation ."
+        )
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if version < OLDEST_TORCH:
+        fail(f"torch {torch.__version__} is too old, myvision needs torch >= 2.11: pip install --upgrade torch")
+    return torch
+
+
+def check_compiler() -> str:
+    """The C++ compiler's version line, after compiling a line of C++20 with it."""
+    compiler = shlex.split(os.environ.get("CXX", "cl" if WINDOWS else "c++"))
+    if shutil.which(compiler[0]) is None:
+        fail(f"no C++ compiler: {compiler[0]!r} is not on PATH. Install one (g++ or clang), or set CXX to it.")
+    if WINDOWS:
+        return "MSVC"
+    test = subprocess.run(
+        [*compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"],
+        input="#include <concepts>\nstatic_assert(std::integral<int>);",
+        capture_output=True,
+        text=True,
+    )
+    if test.returncode != 0:
+        fail(f"{compiler[0]!r} does not compile C++20: {(test.stderr.strip() or 'no message').splitlines()[0]}")
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+
+
+def find_ninja() -> bool:
+    """Puts the ninja of the PyPI package on PATH where the environment is not activated."""
+    try:
+        import ninja
+
+        os.environ["PATH"] += os.pathsep + ninja.BIN_DIR
+    except ImportError:
+        pass
+    return shutil.which("ninja") is not None
+
+
+def find_cuda_home(cuda: str) -> Path | None:
+    """The toolkit with compiler and headers: nvcc on PATH may be a wrapper script far from cuda_runtime.h."""
+    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    nvcc = shutil.which("nvcc")
+    beside_nvcc = [Path(nvcc).resolve().parent.parent] if nvcc else []
+    roots = Path("C:/Program Files/NVIDIA GPU Computing Toolkit/CUDA") if WINDOWS else Path("/usr/local")
+    prefix = "v" if WINDOWS else "cuda-"
+    standard = [
+        roots / f"{prefix}{cuda}",
+        *sorted(roots.glob(f"{prefix}{cuda.split('.')[0]}*"), reverse=True),
+        *([] if WINDOWS else [roots / "cuda", Path("/opt/cuda")]),
+    ]
+    for home in [*(Path(name) for name in named if name), *beside_nvcc, *standard]:
+        has_nvcc = any((home / "bin" / name).is_file() for name in ("nvcc", "nvcc.exe"))
+        if has_nvcc and (home / "include" / "cuda_runtime.h").is_file():
+            return home
+    return None
+
+
+def nvcc_version(cuda_home: Path) -> tuple[int, int]:
+    output = subprocess.run([cuda_home / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", output)
+    if release is None:
+        fail(f"{cuda_home / 'bin' / 'nvcc'} --version does not tell a CUDA release; set CUDA_HOME to a CUDA toolkit")
+    return int(release[1]), int(release[2])
+
+
+# ---- what to build ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU library: kind is "cuda", "hip" or None, and then `why` says why it is left out."""
+
+    kind: str | None
+    why: str
+
+
+def choose_gpu(torch: Any) -> Gpu:
+    if switched_on("MYVISION_NO_CUDA"):
+        if switched_on("FORCE_CUDA"):
+            fail("MYVISION_NO_CUDA and FORCE_CUDA are both set; unset one")
+        return Gpu(None, "MYVISION_NO_CUDA is set")
+    gpu = choose_hip() if torch.version.hip else choose_cuda(torch)
+    if gpu.kind is None and switched_on("FORCE_CUDA"):
+        fail(f"FORCE_CUDA is set, but {gpu.why}")
+    return gpu
+
+
+def choose_hip() -> Gpu:
+    from torch.utils import cpp_extension
+
+    if cpp_extension.ROCM_HOME is None:
+        return Gpu(None, "no ROCm toolkit was found: set ROCM_HOME to it")
+    return Gpu("hip", f"ROCm in {cpp_extension.ROCM_HOME}")
+
+
+def choose_cuda(torch: Any) -> Gpu:
+    if torch.version.cuda is None:
+        return Gpu(None, f"torch {torch.__version__} is built without CUDA")
+    home = find_cuda_home(torch.version.cuda)
+    if home is None:
+        return Gpu(None, "no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) was found: set CUDA_HOME to it")
+    version = nvcc_version(home)
+    if version[0] != int(torch.version.cuda.split(".")[0]):
+        fail(
+            f"nvcc in {home} is of CUDA {version[0]}.{version[1]}, torch {torch.__version__} of CUDA "
+            f"{torch.version.cuda}: set CUDA_HOME to a toolkit of the same major version, or MYVISION_NO_CUDA=1"
+        )
+    os.environ["CUDA_HOME"] = str(home)  # read when torch.utils.cpp_extension is imported
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
+        os.environ["TORCH_CUDA_ARCH_LIST"] = default_cuda_architectures(version)
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or "those of the GPUs here"
+    return Gpu("cuda", f"CUDA {version[0]}.{version[1]} in {home}, architectures {architectures}")
+
+
+def sources(pattern: str) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{pattern}"))
+
+
+def operator_glue() -> list[str]:
+    return [source for source in sources("ops/*/*.cpp") if not source.endswith("_cpu.cpp")]
+
+
+def library(
+    name: str, files: list[str], cxx: list[str], gpu: list[str], device_type: str, linked: list[str]
+) -> Extension:
+    from torch.utils import cpp_extension
+
+    return Extension(
+        f"myvision.{name}",
+        files,
+        include_dirs=[str(ROOT / "csrc"), *cpp_extension.include_paths(device_type)],
+        library_dirs=cpp_extension.library_paths(device_type),
+        libraries=["torch_cpu", *linked],
+        extra_compile_args={"cxx": HOST.all() + cxx, "nvcc": gpu_compiler_flags() + gpu},
+        language="c++",
+    )
+
+
+def cpu_library() -> Extension:
+    built = [f"-DMYVISION_CPU_{name}" for name in INSTRUCTION_SETS if name != "DEFAULT"]
+    return library("_C", sources("common/*.cpp") + operator_glue(), built, [], "cpu", [])
+
+
+def gpu_library(kind: str) -> Extension:
+    """The glue once more, registering the GPU implementations, and the kernels."""
+    files = operator_glue() + sources("ops/*/*_cuda.cu")
+    if kind == "hip":
+        return library("_C_cuda", hipify(files), ["-DMYVISION_GPU"], [], "cuda", ["torch_hip", "amdhip64"])
+    hidden = [] if WINDOWS else ["-Xcompiler", "-fvisibility=hidden"]
+    return library("_C_cuda", files, ["-DMYVISION_GPU"], hidden, "cuda", ["torch_cuda", "cudart"])
+
+
+def hipify(files: list[str]) -> list[str]:
+    """Translates csrc, headers too, into build/hip and returns the translated paths of `files`."""
+    from torch.utils.hipify import hipify_python
+
+    target = ROOT / "build" / "hip"
+    translated = hipify_python.hipify(
+        project_directory=str(ROOT),
+        output_directory=str(target),
+        includes=[str(ROOT / "csrc" / "*")],
+        extensions=(".cu", ".cuh", ".cpp", ".h"),
+        header_include_dirs=[str(ROOT / "csrc")],
+        is_pytorch_extension=True,
+    )
+    return [os.path.relpath(translated[str(ROOT / file)].hipified_path or ROOT / file, ROOT) for file in files]
+
+
+def get_extensions() -> tuple[list[Extension], dict[str, Any]]:
+    """The libraries to build, and what `python -m myvision env` shows of the choice."""
+    torch = import_torch()
+    compiler = check_compiler()
+    gpu = choose_gpu(torch)
+    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()))
+    if not find_ninja():
+        say("ninja was not found: compiling one file at a time (pip install ninja builds faster)")
+    configuration = {
+        "torch": torch.__version__,
+        "compiler": compiler,
+        "build type": "debug" if switched_on("DEBUG") else "release",
+        "instruction sets": ", ".join(INSTRUCTION_SETS),
+        "GPU library": gpu.why if gpu.kind else f"left out: {gpu.why}",
+    }
+    for key, value in configuration.items():
+        say(f"{key}: {value}")
+    say(f"jobs: {os.environ['MAX_JOBS']}")
+    return [cpu_library(), *([gpu_library(gpu.kind)] if gpu.kind else [])], configuration
+
+
+# ---- setuptools commands ---------------------------------------------------------------------------------------------
+
+
+def build_ext_command(configuration: dict[str, Any]) -> type:
+    from torch.utils.cpp_extension import BuildExtension
+
+    class KernelBuildExtension(BuildExtension):
+        """Adds to torch's: CPU kernels compiled once per instruction set, a build directory per library."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, no_python_abi_suffix=True)
+
+        def run(self) -> None:
+            self.write_configuration()
+            super().run()
+
+        def write_configuration(self) -> None:
+            """What common/library.cpp embeds; rewritten only when it changes, so that nothing is compiled in vain."""
+            header = Path(self.build_temp, "build_configuration.h")
+            text = f'#define MYVISION_BUILD_CONFIGURATION R"json({json.dumps(configuration)})json"\n'
+            header.parent.mkdir(parents=True, exist_ok=True)
+            if not header.is_file() or header.read_text() != text:
+                header.write_text(text)
+
+        def build_extension(self, ext: Extension) -> None:
+            shared = self.build_temp
+            ext.include_dirs.append(os.path.abspath(shared))
+            if ext.name == "myvision._C" and sources("ops/*/*_cpu.cpp"):
+                ext.extra_objects = [o for name in INSTRUCTION_SETS for o in self.compile_kernels(ext, name)]
+            self.build_temp = os.path.join(shared, ext.name)  # the glue is compiled differently for each library
+            super().build_extension(ext)
+            self.build_temp = shared
+
+        def compile_kernels(self, ext: Extension, instruction_set: str) -> list[str]:
+            flags = HOST.all() + HOST.instruction_set[instruction_set]
+            names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
+            return self.compiler.compile(
+                sources("ops/*/*_cpu.cpp"),
+                output_dir=os.path.join(self.build_temp, instruction_set),
+                include_dirs=ext.include_dirs,
+                extra_postargs={"cxx": flags + names},
+            )
+
+    return KernelBuildExtension
+
+
+class PlatformWheel(bdist_wheel):
+    """The libraries hold no Python symbol: one wheel serves every Python 3 of a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def main() -> None:
+    commands: dict[str, type] = {"bdist_wheel": PlatformWheel}
+    extensions: list[Extension] = []
+    if METADATA_COMMANDS.isdisjoint(sys.argv):
+        extensions, configuration = get_extensions()
+        commands["build_ext"] = build_ext_command(configuration)
+    setup(ext_modules=extensions, cmdclass=commands)
+
+
+if __name__ == "__main__":
+    main()
