@@ -1,0 +1,314 @@
+// deform_conv2d for torch: schema, checks, allocation, registration. The kernels see only DeformConv2dParams.
+#include "ops/deform_conv2d/deform_conv2d.h"
+
+#include <algorithm>
+#include <limits>
+#include <ostream>
+#include <sstream>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_kernels.h"
+#include "common/stable.h"
+
+namespace myvision {
+namespace {
+
+using IntArray = torch::headeronly::IntHeaderOnlyArrayRef;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+constexpr int64_t kMaxGeometry = int64_t{1} << 20;  // stride, dilation, ...: keeps every product here inside int64_t
+constexpr int64_t kMaxSide = std::numeric_limits<int32_t>::max();  // AxisSample counts pixels in 32 bits
+
+// ------------------------------------------------------------------------------------------------ messages
+struct Shape {
+  IntArray sizes;
+};
+
+std::ostream& operator<<(std::ostream& out, Shape shape) {
+  out << '[';
+  for (size_t i = 0; i < shape.sizes.size(); ++i) out << (i ? ", " : "") << shape.sizes[i];
+  return out << ']';
+}
+
+template <typename... Parts>
+void check(bool holds, const Parts&... parts) {
+  if (holds) return;
+  std::ostringstream message;
+  message << "deform_conv2d: ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+// ------------------------------------------------------------------------------------------------ checks
+struct Geometry {
+  IntArray stride, padding, dilation;
+  int64_t groups, offset_groups;
+};
+
+void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
+  check(tensor.dim() == rank, name, " must have shape ", layout, ", but has shape ", Shape{tensor.sizes()});
+}
+
+void check_like_input(const char* name, const Tensor& tensor, const Tensor& input) {
+  check(tensor.scalar_type() == input.scalar_type(), name, " must have the dtype of input, ",
+        toString(input.scalar_type()), ", but has ", toString(tensor.scalar_type()));
+  check(tensor.device() == input.device(), name, " must be on the device of input, but is on another one");
+}
+
+void check_range(const char* name, int64_t value, int64_t minimum) {
+  check(value >= minimum && value <= kMaxGeometry, name, " must be between ", minimum, " and ", kMaxGeometry,
+        ", but is ", value);
+}
+
+void check_pair(const char* name, IntArray pair, int64_t minimum) {
+  check(pair.size() == 2, name, " must have 2 elements (height, width), but has ", pair.size());
+  for (int64_t value : pair) check_range(name, value, minimum);
+}
+
+void check_shape(const char* name, const Tensor& tensor, IntArray wanted, const char* layout) {
+  const IntArray sizes = tensor.sizes();
+  check(std::ranges::equal(sizes, wanted), name, " must have shape ", Shape{wanted}, " (", layout, "), but has shape ",
+        Shape{sizes});
+}
+
+Dtype floating_dtype(const Tensor& input) {
+  switch (input.scalar_type()) {
+    case ScalarType::Double:
+      return Dtype::Float64;
+    case ScalarType::Float:
+      return Dtype::Float32;
+    case ScalarType::Half:
+      return Dtype::Float16;
+    case ScalarType::BFloat16:
+      return Dtype::BFloat16;
+    default:
+      check(false, "input must have dtype float64, float32, float16 or bfloat16, but has ",
+            toString(input.scalar_type()));
+      return {};
+  }
+}
+
+// How many times a kernel fits along one axis; 0 where it does not, for which the division alone would give 1.
+int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
+  const int64_t room = size + 2 * padding - dilation * (kernel - 1) - 1;
+  return room < 0 ? 0 : room / stride + 1;
+}
+
+Strided4 strided(const Tensor& tensor, const void* data) {
+  Strided4 view{const_cast<void*>(data), {}};
+  const IntArray strides = tensor.strides();
+  for (size_t i = 0; i < strides.size(); ++i) view.stride[i] = strides[i];
+  return view;
+}
+
+Strided4 readable(const Tensor& tensor) { return strided(tensor, tensor.const_data_ptr()); }
+Strided4 writable(const Tensor& tensor) { return strided(tensor, tensor.mutable_data_ptr()); }
+
+void check_tensors(const Tensor& input, const Tensor& weight, const Tensor& offset, const std::optional<Tensor>& mask,
+                   const std::optional<Tensor>& bias) {
+  check_rank("input", input, 4, "[batch, in_channels, height, width]");
+  check_rank("weight", weight, 4, "[out_channels, in_channels / groups, kernel_height, kernel_width]");
+  check_rank("offset", offset, 4, "[batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width]");
+  check_like_input("weight", weight, input);
+  check_like_input("offset", offset, input);
+  if (mask) {
+    check_rank("mask", *mask, 4, "[batch, offset_groups * kernel_height * kernel_width, out_height, out_width]");
+    check_like_input("mask", *mask, input);
+  }
+  if (bias) {
+    check_rank("bias", *bias, 1, "[out_channels]");
+    check_like_input("bias", *bias, input);
+  }
+}
+
+void check_geometry(const Geometry& geometry) {
+  check_pair("stride", geometry.stride, 1);
+  check_pair("padding", geometry.padding, 0);
+  check_pair("dilation", geometry.dilation, 1);
+  check_range("groups", geometry.groups, 1);
+  check_range("offset_groups", geometry.offset_groups, 1);
+}
+
+void check_channels(const DeformConv2dParams& p, int64_t weight_channels) {
+  check_range("kernel height (weight.shape[2])", p.kernel_h, 1);
+  check_range("kernel width (weight.shape[3])", p.kernel_w, 1);
+  check(p.height >= 1 && p.height <= kMaxSide && p.width >= 1 && p.width <= kMaxSide,
+        "height and width of input must be between 1 and ", kMaxSide, ", but are ", p.height, " and ", p.width);
+  check(p.in_channels % p.groups == 0 && p.in_channels / p.groups == weight_channels, "weight.shape[1] (",
+        weight_channels, ") times groups (", p.groups, ") must be the number of input channels, ", p.in_channels);
+  check(p.out_channels % p.groups == 0, "out_channels (weight.shape[0] = ", p.out_channels,
+        ") must be a multiple of groups (", p.groups, ")");
+  check(p.in_channels % p.offset_groups == 0, "in_channels (input.shape[1] = ", p.in_channels,
+        ") must be a multiple of offset_groups (", p.offset_groups, ")");
+  check(p.out_height > 0 && p.out_width > 0,
+        "the dilated kernel must fit into the padded input, but the output would be ", p.out_height, " x ",
+        p.out_width);
+}
+
+// Checks every argument and describes the call; the output is still to be set.
+DeformConv2dParams checked_params(const Tensor& input, const Tensor& weight, const Tensor& offset,
+                                  const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+                                  const Geometry& geometry) {
+  check_tensors(input, weight, offset, mask, bias);
+  check_geometry(geometry);
+  DeformConv2dParams p{};
+  p.dtype = floating_dtype(input);
+  p.batch = input.size(0), p.in_channels = input.size(1), p.height = input.size(2), p.width = input.size(3);
+  p.out_channels = weight.size(0), p.kernel_h = weight.size(2), p.kernel_w = weight.size(3);
+  p.stride_h = geometry.stride[0], p.stride_w = geometry.stride[1];
+  p.padding_h = geometry.padding[0], p.padding_w = geometry.padding[1];
+  p.dilation_h = geometry.dilation[0], p.dilation_w = geometry.dilation[1];
+  p.groups = geometry.groups, p.offset_groups = geometry.offset_groups;
+  p.out_height = output_size(p.height, p.kernel_h, p.stride_h, p.padding_h, p.dilation_h);
+  p.out_width = output_size(p.width, p.kernel_w, p.stride_w, p.padding_w, p.dilation_w);
+  check_channels(p, weight.size(1));
+
+  const int64_t samples = p.offset_groups * p.kernel_h * p.kernel_w;
+  check_shape("offset", offset, {p.batch, 2 * samples, p.out_height, p.out_width},
+              "batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width");
+  p.input = readable(input), p.weight = readable(weight), p.offset = readable(offset);
+  if (mask) {
+    check_shape("mask", *mask, {p.batch, samples, p.out_height, p.out_width},
+                "batch, offset_groups * kernel_height * kernel_width, out_height, out_width");
+    p.mask = readable(*mask);
+  }
+  if (bias) {
+    check_shape("bias", *bias, {p.out_channels}, "out_channels");
+    p.bias = readable(*bias);
+  }
+  return p;
+}
+
+// ------------------------------------------------------------------------------------------------ allocation
+// Whether the strides of a 4-D tensor say channels_last, by the rule of torch's own convolutions: slices count, what is
+// both channels_last and contiguous does not. myvision/ops/deform_conv2d.py predicts the same.
+bool is_channels_last(const Tensor& tensor) {
+  const IntArray sizes = tensor.sizes(), strides = tensor.strides();
+  if (strides[1] == 0) return false;
+  int64_t least = 0;  // stride of the next dimension outwards
+  for (int dim : {1, 3, 2, 0}) {
+    if (sizes[dim] == 0 || strides[dim] < least || (dim == 0 && least == strides[1])) return false;
+    least = strides[dim] * sizes[dim];
+  }
+  return true;
+}
+
+Tensor new_output(const DeformConv2dParams& p, const Tensor& input, const Tensor& weight) {
+  using torch::headeronly::MemoryFormat;
+  const auto format =
+      is_channels_last(input) || is_channels_last(weight) ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous;
+  return torch::stable::empty({p.batch, p.out_channels, p.out_height, p.out_width}, input.scalar_type(), std::nullopt,
+                              input.device(), std::nullopt, format);
+}
+
+// ------------------------------------------------------------------------------------------------ launch
+#ifdef MYVISION_GPU
+// Runs launch(workspace, stream), which returns null or an error text, on the device and current stream of `input`.
+template <typename Launch>
+void run_on_gpu(const Tensor& input, int64_t workspace_bytes, const Launch& launch) {
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.get_device_index(), &stream));
+  const Tensor workspace = torch::stable::new_empty(input, {workspace_bytes}, ScalarType::Byte);
+  const char* error = launch(workspace.mutable_data_ptr(), stream);
+  check(error == nullptr, error);
+}
+
+void run_forward(const DeformConv2dParams& params, const Tensor& input) {
+  run_on_gpu(input, deform_conv2d_forward_cuda_workspace(params),
+             [&](void* workspace, void* stream) { return deform_conv2d_forward_cuda(params, workspace, stream); });
+}
+
+void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor& input,
+                  bool deterministic) {
+  run_on_gpu(input, deform_conv2d_backward_cuda_workspace(params, gradients, deterministic),
+             [&](void* workspace, void* stream) {
+               return deform_conv2d_backward_cuda(params, gradients, deterministic, workspace, stream);
+             });
+}
+#else
+void run_forward(const DeformConv2dParams& params, const Tensor&) { cpu_kernels().deform_conv2d_forward(params); }
+
+void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&, bool) {
+  cpu_kernels().deform_conv2d_backward(params, gradients);  // deterministic anyway
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------ operators
+Tensor deform_conv2d(const Tensor& input, const Tensor& weight, const Tensor& offset, const std::optional<Tensor>& mask,
+                     const std::optional<Tensor>& bias, IntArray stride, IntArray padding, IntArray dilation,
+                     int64_t groups, int64_t offset_groups) {
+  const Geometry geometry{stride, padding, dilation, groups, offset_groups};
+  DeformConv2dParams params = checked_params(input, weight, offset, mask, bias, geometry);
+  const Tensor output = new_output(params, input, weight);
+  if (output.numel() == 0) return output;
+  params.output = writable(output);
+  run_forward(params, input);
+  return output;
+}
+
+// A gradient of the shape and layout of `like`, or an undefined tensor where it is not wanted.
+Tensor new_gradient(bool wanted, const Tensor& like, Strided4& view) {
+  if (!wanted) return Tensor();
+  const Tensor gradient = torch::stable::empty_like(like);
+  view = writable(gradient);
+  return gradient;
+}
+
+void zero_if_defined(Tensor& gradient) {
+  if (gradient.defined()) torch::stable::zero_(gradient);
+}
+
+Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                                 const Tensor& offset, const std::optional<Tensor>& mask, IntArray stride,
+                                 IntArray padding, IntArray dilation, int64_t groups, int64_t offset_groups,
+                                 const std::vector<bool>& output_mask, bool deterministic) {
+  const Geometry geometry{stride, padding, dilation, groups, offset_groups};
+  DeformConv2dParams params = checked_params(input, weight, offset, mask, std::nullopt, geometry);
+  check_rank("grad_output", grad_output, 4, "[batch, out_channels, out_height, out_width]");
+  check_like_input("grad_output", grad_output, input);
+  check_shape("grad_output", grad_output, {params.batch, params.out_channels, params.out_height, params.out_width},
+              "batch, out_channels, out_height, out_width");
+  check(output_mask.size() == 5, "output_mask must have 5 elements, but has ", output_mask.size());
+  check(mask || !output_mask[3], "output_mask asks for the gradient of mask, but mask is None");
+
+  params.output = readable(grad_output);
+  DeformConv2dGradients views{};
+  Tensor bias_like = output_mask[4] ? torch::stable::new_empty(weight, {params.out_channels}) : Tensor();
+  const Gradients gradients{new_gradient(output_mask[0], input, views.input),
+                            new_gradient(output_mask[1], weight, views.weight),
+                            new_gradient(output_mask[2], offset, views.offset),
+                            new_gradient(output_mask[3], mask.value_or(input), views.mask),
+                            new_gradient(output_mask[4], bias_like, views.bias)};
+  if (grad_output.numel() > 0) {
+    run_backward(params, views, input, deterministic);
+  } else {
+    std::apply([](auto... gradient) { (zero_if_defined(gradient), ...); }, gradients);
+  }
+  return gradients;
+}
+
+}  // namespace
+
+#ifdef MYVISION_GPU
+STABLE_TORCH_LIBRARY_IMPL(myvision, CUDA, library) {
+#else
+STABLE_TORCH_LIBRARY_FRAGMENT(myvision, library) {
+  library.def(
+      "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor? mask, Tensor? bias, int[2] stride, "
+      "int[2] padding, int[2] dilation, int groups, int offset_groups) -> Tensor");
+  library.def(
+      "_deform_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor offset, Tensor? mask, "
+      "int[2] stride, int[2] padding, int[2] dilation, int groups, int offset_groups, bool[5] output_mask, "
+      "bool deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(myvision, CPU, library) {
+#endif
+  library.impl("deform_conv2d", TORCH_BOX(&deform_conv2d));
+  library.impl("_deform_conv2d_backward", TORCH_BOX(&deform_conv2d_backward));
+}
+
+}  // namespace myvision
