@@ -303,6 +303,8 @@ def build_ext_command(configuration: dict[str, Any]) -> type:
     class KernelBuildExtension(BuildExtension):
         """Adds to torch's: CPU kernels compiled once per instruction set, a build directory per library."""
 
+        build_temp: str
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, no_python_abi_suffix=True)
 
@@ -330,12 +332,13 @@ def build_ext_command(configuration: dict[str, Any]) -> type:
         def compile_kernels(self, ext: Extension, instruction_set: str) -> list[str]:
             flags = HOST.all() + HOST.instruction_set[instruction_set]
             names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
-            return self.compiler.compile(
+            objects: list[str] = self.compiler.compile(
                 sources("ops/*/*_cpu.cpp"),
                 output_dir=os.path.join(self.build_temp, instruction_set),
                 include_dirs=ext.include_dirs,
                 extra_postargs={"cxx": flags + names},
             )
+            return objects
 
     return KernelBuildExtension
 

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from myvision import _extension
 from myvision._extension import has_cuda_ops
 
+__version__ = "0.1.0"
+
 _extension.load()
 
 __all__ = ["has_cuda_ops", "nn", "ops"]

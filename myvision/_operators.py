@@ -1,0 +1,62 @@
+"""python -m myvision ops: the registered operators, as torch's dispatcher knows them."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+import torch
+
+NAMESPACE = "myvision"
+TRAITS = {  # what an operator can take part in: the dispatch keys that provide it
+    "autograd": ("Autograd", "AutogradCPU", "CompositeImplicitAutograd"),
+    "autocast": ("AutocastCPU", "AutocastCUDA"),
+    "vmap": ("FuncTorchBatched",),
+    "fake": ("Meta", "CompositeExplicitAutograd"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="list the private operators too")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in operator_names(private=args.all):
+        print(name)
+        for topic, value in describe(name).items():
+            print(f"  {topic:<10}{value}")
+    return 0
+
+
+def operator_names(private: bool = False) -> list[str]:
+    """The names without namespace, sorted."""
+    qualified: list[str] = torch._C._dispatch_get_all_op_names()
+    names = sorted(name.partition("::")[2] for name in qualified if name.startswith(f"{NAMESPACE}::"))
+    return [name for name in names if private or not name.startswith("_")]
+
+
+def describe(name: str) -> dict[str, str]:
+    """One line of text per topic."""
+    devices = [key for key in ("CPU", "CUDA") if has_kernel(name, key)]
+    if has_kernel(name, "CompositeExplicitAutograd"):
+        devices = ["any"]
+    return {
+        "schema": str(getattr(getattr(torch.ops, NAMESPACE), name).default._schema),
+        "devices": ", ".join(devices),
+        "dtypes": dtypes(name),
+        **{trait: "yes" if any(has_kernel(name, key) for key in keys) else "no" for trait, keys in TRAITS.items()},
+    }
+
+
+def has_kernel(name: str, dispatch_key: str) -> bool:
+    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", dispatch_key)
+    return has
+
+
+def dtypes(name: str) -> str:
+    """The dispatcher does not know them: they stand beside the operator's fake, which checks them."""
+    try:
+        module = import_module(f"{NAMESPACE}.ops.{name}")
+    except ModuleNotFoundError:
+        return "-"
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in module.DTYPES)
