@@ -1,0 +1,135 @@
+// One kernel source for CUDA, HIP and the CPU emulator: everything that differs between them stands here.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "common/dtype.h"
+
+#if defined(MYVISION_EMULATOR)
+#include "simt/simt.h"  // gives g++ and clang++ the language extensions, the intrinsics and the two macros below
+#elif defined(__HIP__) || defined(__HIPCC__)
+#include <hip/hip_runtime.h>
+// After the runtime, which they need.
+#include <hip/hip_bfloat16.h>
+#include <hip/hip_fp16.h>
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#endif
+
+#if !defined(MYVISION_EMULATOR)
+#define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+// A variable in the block's shared memory; the third argument holds the dimensions of an array.
+#define MYVISION_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
+#endif
+
+namespace myvision {
+
+#if defined(MYVISION_EMULATOR)
+using GpuStream = simt::Stream;
+inline const char* launch_error() { return simt::launch_error(); }
+inline constexpr int kWarpSize = simt::kWarpSize;
+#elif defined(__HIP__) || defined(__HIPCC__)
+using GpuStream = hipStream_t;
+// Null, or what went wrong with the last launch.
+inline const char* launch_error() {
+  const hipError_t error = hipGetLastError();
+  return error == hipSuccess ? nullptr : hipGetErrorString(error);
+}
+#if defined(__GFX9__)
+inline constexpr int kWarpSize = 64;
+#else
+inline constexpr int kWarpSize = 32;
+#endif
+#else
+using GpuStream = cudaStream_t;
+// Null, or what went wrong with the last launch.
+inline const char* launch_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+inline constexpr int kWarpSize = 32;
+#endif
+
+// ---- element types
+// ---------------------------------------------------------------------------------------------------
+
+using Half = __half;
+#if defined(__HIP__) || defined(__HIPCC__)
+using BFloat16 = hip_bfloat16;
+#else
+using BFloat16 = __nv_bfloat16;
+#endif
+
+// What arithmetic on T runs in.
+template <typename T>
+using RealOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ __forceinline__ double to_real(double value) { return value; }
+__device__ __forceinline__ float to_real(float value) { return value; }
+__device__ __forceinline__ float to_real(Half value) { return __half2float(value); }
+#if defined(__HIP__) || defined(__HIPCC__)
+__device__ __forceinline__ float to_real(BFloat16 value) { return static_cast<float>(value); }
+#else
+__device__ __forceinline__ float to_real(BFloat16 value) { return __bfloat162float(value); }
+#endif
+
+template <typename T>
+__device__ __forceinline__ T from_real(RealOf<T> value) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return __float2half(value);
+#if !defined(__HIP__) && !defined(__HIPCC__)
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return __float2bfloat16(value);
+#endif
+  } else {
+    return T(value);
+  }
+}
+
+// Calls visit with a value of the dtype's element type; the result is visit's, or a text where dtype is no float.
+template <typename Visit>
+const char* visit_floating(Dtype dtype, Visit visit) {
+  switch (dtype) {
+    case Dtype::Float64:
+      return visit(double{});
+    case Dtype::Float32:
+      return visit(float{});
+    case Dtype::Float16:
+      return visit(Half{});
+    case Dtype::BFloat16:
+      return visit(BFloat16{});
+    default:
+      return "this operator takes floating dtypes only";
+  }
+}
+
+// ---- memory
+// ----------------------------------------------------------------------------------------------------------
+
+inline constexpr int kVectorBytes = 16;  // the widest access of a thread
+
+// kWidth elements that are read and written by one access; their address is a multiple of their size.
+template <typename T, int kWidth>
+struct alignas(kWidth * sizeof(T)) Pack {
+  T value[kWidth];
+};
+
+inline bool is_vector_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kVectorBytes == 0; }
+
+// ---- grids
+// -----------------------------------------------------------------------------------------------------------
+
+inline constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's x dimension
+
+// Blocks for `count` pieces of work of `per_block` each; kernels loop, so a grid cut at `limit` still does them all.
+inline unsigned blocks_for(int64_t count, int64_t per_block, int64_t limit = kMaxBlocks) {
+  const int64_t blocks = count / per_block + (count % per_block != 0);
+  return static_cast<unsigned>(blocks < limit ? blocks : limit);
+}
+
+__device__ __forceinline__ int64_t global_thread() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int64_t global_threads() { return int64_t(gridDim.x) * blockDim.x; }
+
+}  // namespace myvision
