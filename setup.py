@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
@@ -356,7 +356,12 @@ def main() -> None:
     if METADATA_COMMANDS.isdisjoint(sys.argv):
         extensions, configuration = get_extensions()
         commands["build_ext"] = build_ext_command(configuration)
-    setup(ext_modules=extensions, cmdclass=commands)
+    setup(
+        packages=[*find_packages(include=["myvision*"]), "myvision.benchmarks"],
+        package_dir={"myvision.benchmarks": "benchmarks"},
+        ext_modules=extensions,
+        cmdclass=commands,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""Runs the benchmarks: `python -m myvision bench`, or `python -m benchmarks` in the source tree."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import report
+from .harness import Bar, Case, Limits, Result, Settings, measure_limits
+
+PREFIX = "bench_"
+
+
+def operators() -> list[str]:
+    """The operators that have a file bench_<op>.py here."""
+    package = importlib.import_module(__package__)
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+
+
+def benchmark(operator: str) -> ModuleType:
+    """The module bench_<op>, which has `cases(settings)` and `BARS`."""
+    return importlib.import_module(f"{__package__}.{PREFIX}{operator}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--quick", action="store_true", help="small shapes, one pass: shows that everything runs")
+    parser.add_argument("--ops", nargs="+", choices=operators(), default=operators(), help="default: all of them")
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only cases whose group and name it matches")
+    parser.add_argument("--threads", type=int, help="default: as torch has it")
+    parser.add_argument("--seconds", type=float, help="for each case; default: 2, or 0.02 with --quick")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks", "results"), help="default: %(default)s")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="fail where a case is slower than in that run")
+    parser.add_argument("--tolerance", type=float, default=0.15, help="for --compare; default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints, saves; 1 where --compare finds a case that became slower."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    earlier = report.load_json(args.compare) if args.compare else []
+    seconds = args.seconds or (0.02 if args.quick else 2.0)
+    settings = Settings(args.device, seconds, args.quick)
+    modules = [benchmark(operator) for operator in args.ops]
+    bars = [bar for module in modules for bar in module.BARS]
+    cases = [case for module in modules for case in module.cases(settings)]
+    cases = [case for case in cases if re.search(args.filter, f"{case.group} {case.name}")]
+    if not cases:
+        print(f"no case matches {args.filter!r}")
+        return 1
+
+    limits = measure_limits(args.device, args.quick)
+    print(
+        f"{torch.get_num_threads()} threads, at most {limits.flops / 1e9:.0f} GFLOP/s ({limits.flops_from}), "
+        f"copies at {limits.bandwidth / 1e9:.1f} GB/s; medians; a case over its limit ran from the cache"
+    )
+    results = measure(cases, settings, limits)
+    print(report.summary_table(results, bars))
+    print(f"batches dropped because other processes were busy: {sum(row.dropped_batches for row in results)}")
+    _save(args.out, _environment(args.device, limits), results, bars)
+    slower = report.regressions(earlier, results, args.tolerance)
+    print("\n".join(f"SLOWER {line}" for line in slower))
+    return 1 if slower else 0
+
+
+def measure(cases: Sequence[Case], settings: Settings, limits: Limits) -> list[Result]:
+    """Measures the cases and prints each group's table as soon as it is complete."""
+    results: list[Result] = []
+    for group, members in groupby(cases, key=lambda case: case.group):
+        rows = [case.measure(settings, limits) for case in members]
+        print(report.group_table(group, rows), flush=True)
+        results += rows
+    return results
+
+
+def _environment(device: torch.device, limits: Limits) -> dict[str, Any]:
+    return {
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability(),
+        "kernels": torch.ops.myvision._cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "limits": asdict(limits),
+    }
+
+
+def _save(directory: Path, environment: dict[str, Any], results: Sequence[Result], bars: Sequence[Bar]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    report.save_json(directory / "results.json", environment, results, bars)
+    try:
+        report.save_plot(
+            directory / "results.png", results, f"{environment['device']}, {environment['threads']} threads"
+        )
+    except ImportError:
+        print("no plot: matplotlib is missing, pip install 'myvision[demo]' brings it")
+    print(f"saved in {directory}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m benchmarks`."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks", description="Speed and memory of the operators beside their peers."
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
