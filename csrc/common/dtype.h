@@ -6,6 +6,8 @@ namespace myvision {
 
 enum class Dtype : int8_t { Float64, Float32, Float16, BFloat16, Int64, Int32, Int16, Int8, UInt8 };
 
+inline constexpr bool is_floating(Dtype dtype) { return dtype <= Dtype::BFloat16; }
+
 inline constexpr int64_t size_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::Float64:

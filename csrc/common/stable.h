@@ -1,7 +1,11 @@
 // The only door to torch: its stable C++ interface, pinned to the oldest torch served.
 #pragma once
 #define TORCH_TARGET_VERSION 0x020b000000000000ULL  // 2.11; not a compiler flag: ATen/cpu/vec refuses to see it
+#ifdef MYVISION_GPU
+#define USE_CUDA  // declares aoti_torch_get_current_cuda_stream, which ROCm builds of torch have as well
+#endif
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,12 +14,162 @@
 
 #include <cstdint>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
 
 #include "common/dtype.h"
+
+// An operator's <op>.cpp is compiled once per library: as it stands for the CPU, with MYVISION_GPU for CUDA and HIP,
+// with MYVISION_EMULATOR as well for the GPU kernels emulated on the CPU, under a namespace of their own.
+#ifndef MYVISION_OP_NAMESPACE
+#define MYVISION_OP_NAMESPACE myvision
+#endif
+#if defined(MYVISION_GPU) && !defined(MYVISION_EMULATOR)
+#define MYVISION_DISPATCH_KEY CUDA
+// The CPU library has defined the schemas already.
+#define MYVISION_SCHEMAS(m) [[maybe_unused]] static void myvision_schemas(torch::stable::detail::StableLibrary& m)
+#else
+#define MYVISION_DISPATCH_KEY CPU
+#define MYVISION_SCHEMAS(m) STABLE_TORCH_LIBRARY_FRAGMENT(MYVISION_OP_NAMESPACE, m)
+#endif
+#define MYVISION_IMPLEMENTATIONS(m) STABLE_TORCH_LIBRARY_IMPL(MYVISION_OP_NAMESPACE, MYVISION_DISPATCH_KEY, m)
+
+// Raises a RuntimeError in Python; the message is put together only when the condition fails.
+#define MYVISION_CHECK(condition, ...)                              \
+  do {                                                              \
+    if (!(condition)) [[unlikely]] {                                \
+      throw std::runtime_error(myvision::concatenate(__VA_ARGS__)); \
+    }                                                               \
+  } while (false)
 
 namespace myvision {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+template <typename... Parts>
+std::string concatenate(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+// As Python spells it, for messages: "float32".
+inline std::string name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
+// The same for shapes and devices: "(2, 3)", "cuda:0".
+inline std::string shape_name(const Tensor& tensor) {
+  std::string text;
+  for (const int64_t size : tensor.sizes()) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + (tensor.dim() == 1 ? ",)" : ")");
+}
+
+inline std::string device_name(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  return (tensor.is_cuda() ? "cuda:" : "another device, index ") + std::to_string(tensor.get_device_index());
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
+
+// The kernels' name of an element type; nothing where they have no such type.
+inline std::optional<Dtype> to_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double:
+      return Dtype::Float64;
+    case ScalarType::Float:
+      return Dtype::Float32;
+    case ScalarType::Half:
+      return Dtype::Float16;
+    case ScalarType::BFloat16:
+      return Dtype::BFloat16;
+    case ScalarType::Long:
+      return Dtype::Int64;
+    case ScalarType::Int:
+      return Dtype::Int32;
+    case ScalarType::Short:
+      return Dtype::Int16;
+    case ScalarType::Char:
+      return Dtype::Int8;
+    case ScalarType::Byte:
+      return Dtype::UInt8;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline Tensor cast(const Tensor& tensor, ScalarType type) {
+  return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+}
+
+// An uninitialised tensor of these sizes and strides on the device of `like`. Cheaper than torch::stable::empty_like,
+// which goes through the dispatcher.
+inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType type,
+                            const Tensor& like) {
+  int32_t device_type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
+      like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+#ifdef MYVISION_GPU
+// Makes a tensor's GPU the current one and hands out torch's current stream there.
+class GpuScope {
+ public:
+#ifdef MYVISION_EMULATOR
+  explicit GpuScope(const Tensor&) {}
+#else
+  explicit GpuScope(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+  }
+#endif
+  void* stream() const { return stream_; }
+
+ private:
+#ifndef MYVISION_EMULATOR
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+  void* stream_ = nullptr;
+};
+
+// Raises what a GPU launcher reports: null where all went well.
+inline void check_launch(const char* op, const char* error) {
+  MYVISION_CHECK(error == nullptr, op, ": the GPU kernel did not start: ", error);
+}
+#endif
 
 }  // namespace myvision

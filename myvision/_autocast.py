@@ -1,0 +1,46 @@
+"""Autocast for operators: their floating-point tensors take autocast's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_libraries: list[torch.library.Library] = []  # a registration lives as long as its Library
+
+
+def register_autocast(op: torch._ops.OpOverload) -> None:
+    """Under ``torch.autocast`` the operator runs in autocast's dtype.
+
+    Floating-point tensors of another dtype are cast, so mixed inputs agree; float64 and integer tensors are left alone.
+
+    Args:
+        op: the operator, for example ``torch.ops.myvision.deform_conv2d.default``.
+    """
+    library = torch.library.Library(op.namespace, "IMPL")
+    for device_type in ("cpu", "cuda"):
+        library.impl(op, _autocast_kernel(op, device_type), f"Autocast{device_type.upper()}")
+    _libraries.append(library)
+
+
+def _autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            return op(*(_cast(arg, device_type, dtype) for arg in args))
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+    return kernel
+
+
+def _cast(arg: Any, device_type: str, dtype: torch.dtype) -> Any:
+    castable = (
+        isinstance(arg, torch.Tensor)
+        and arg.is_floating_point()
+        and arg.dtype not in (torch.float64, dtype)
+        and arg.device.type == device_type
+    )
+    return arg.to(dtype) if castable else arg

@@ -1,0 +1,1 @@
+"""Naive, readable, differentiable oracles in plain torch, one per operator."""
