@@ -20,12 +20,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
 OLDEST_TORCH = (2, 11)
@@ -62,8 +63,10 @@ class Flags:
         return self.every + (self.debug if switched_on("DEBUG") else self.release)
 
 
-GNU = Flags(  # GCC and Clang
-    every=["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"],
+GNU_EVERY = ["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+GCC = Flags(
+    # The last flag: GCC 12 raises false alarms in its own AVX-512 intrinsics.
+    every=[*GNU_EVERY, "-Wno-maybe-uninitialized"],
     release=["-O3", "-g0", "-DNDEBUG"],
     debug=["-O0", "-g", "-UNDEBUG"],
     instruction_set={
@@ -72,17 +75,24 @@ GNU = Flags(  # GCC and Clang
         "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
     },
 )
+CLANG = replace(GCC, every=GNU_EVERY)
 MSVC = Flags(
     every=["/std:c++20", "/EHsc", "/permissive-", "/Zc:__cplusplus"],
     release=["/O2", "/DNDEBUG"],
     debug=["/Od", "/Z7", "/UNDEBUG"],
     instruction_set={"DEFAULT": [], "AVX2": ["/arch:AVX2"], "AVX512": ["/arch:AVX512"]},
 )
-HOST = MSVC if WINDOWS else GNU
 
 X86_64 = ["DEFAULT", "AVX2", "AVX512"]
 # On other machines DEFAULT is what the compiler targets by itself: NEON on aarch64.
 INSTRUCTION_SETS = {"x86_64": X86_64, "AMD64": X86_64}.get(platform.machine(), ["DEFAULT"])
+
+
+def flags_of(compiler: str) -> Flags:
+    """Of the compiler with this version line."""
+    if compiler == "MSVC":
+        return MSVC
+    return CLANG if "clang" in compiler else GCC
 
 
 def gpu_compiler_flags() -> list[str]:
@@ -162,6 +172,16 @@ def find_cuda_home(cuda: str) -> Path | None:
     return None
 
 
+def choose_jobs() -> None:
+    """As many compilers at once as cores are ours, where MAX_JOBS does not say; needs ninja."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("MAX_JOBS", str(cores))
+    if find_ninja():
+        say(f"jobs: {os.environ['MAX_JOBS']}")
+    else:
+        say("ninja was not found: compiling one file at a time; pip install ninja makes it faster")
+
+
 def nvcc_version(cuda_home: Path) -> tuple[int, int]:
     output = subprocess.run([cuda_home / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release (\d+)\.(\d+)", output)
@@ -228,7 +248,7 @@ def operator_glue() -> list[str]:
 
 
 def library(
-    name: str, files: list[str], cxx: list[str], gpu: list[str], device_type: str, linked: list[str]
+    name: str, files: list[str], device_type: str, linked: list[str], cxx: list[str], gpu: list[str]
 ) -> Extension:
     from torch.utils import cpp_extension
 
@@ -238,23 +258,25 @@ def library(
         include_dirs=[str(ROOT / "csrc"), *cpp_extension.include_paths(device_type)],
         library_dirs=cpp_extension.library_paths(device_type),
         libraries=["torch_cpu", *linked],
-        extra_compile_args={"cxx": HOST.all() + cxx, "nvcc": gpu_compiler_flags() + gpu},
+        extra_compile_args={"cxx": cxx, "nvcc": gpu},
         language="c++",
     )
 
 
-def cpu_library() -> Extension:
+def cpu_library(flags: Flags) -> Extension:
     built = [f"-DMYVISION_CPU_{name}" for name in INSTRUCTION_SETS if name != "DEFAULT"]
-    return library("_C", sources("common/*.cpp") + operator_glue(), built, [], "cpu", [])
+    return library("_C", sources("common/*.cpp") + operator_glue(), "cpu", [], flags.all() + built, [])
 
 
-def gpu_library(kind: str) -> Extension:
+def gpu_library(flags: Flags, kind: str) -> Extension:
     """The glue once more, registering the GPU implementations, and the kernels."""
     files = operator_glue() + sources("ops/*/*_cuda.cu")
+    cxx = [*flags.all(), "-DMYVISION_GPU", "-DUSE_CUDA"]  # USE_CUDA: torch's C interface declares the current stream
+    gpu = gpu_compiler_flags()
     if kind == "hip":
-        return library("_C_cuda", hipify(files), ["-DMYVISION_GPU"], [], "cuda", ["torch_hip", "amdhip64"])
+        return library("_C_cuda", hipify(files), "cuda", ["torch_hip", "amdhip64"], cxx, gpu)
     hidden = [] if WINDOWS else ["-Xcompiler", "-fvisibility=hidden"]
-    return library("_C_cuda", files, ["-DMYVISION_GPU"], hidden, "cuda", ["torch_cuda", "cudart"])
+    return library("_C_cuda", files, "cuda", ["torch_cuda", "cudart"], cxx, gpu + hidden)
 
 
 def hipify(files: list[str]) -> list[str]:
@@ -273,14 +295,19 @@ def hipify(files: list[str]) -> list[str]:
     return [os.path.relpath(translated[str(ROOT / file)].hipified_path or ROOT / file, ROOT) for file in files]
 
 
-def get_extensions() -> tuple[list[Extension], dict[str, Any]]:
-    """The libraries to build, and what `python -m myvision env` shows of the choice."""
+@dataclass(frozen=True)
+class Plan:
+    """What to build, with which flags, and what `python -m myvision env` shows of the choice."""
+
+    extensions: list[Extension]
+    flags: Flags
+    configuration: dict[str, str]
+
+
+def plan() -> Plan:
     torch = import_torch()
     compiler = check_compiler()
     gpu = choose_gpu(torch)
-    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()))
-    if not find_ninja():
-        say("ninja was not found: compiling one file at a time (pip install ninja builds faster)")
     configuration = {
         "torch": torch.__version__,
         "compiler": compiler,
@@ -288,16 +315,20 @@ def get_extensions() -> tuple[list[Extension], dict[str, Any]]:
         "instruction sets": ", ".join(INSTRUCTION_SETS),
         "GPU library": gpu.why if gpu.kind else f"left out: {gpu.why}",
     }
-    for key, value in configuration.items():
-        say(f"{key}: {value}")
-    say(f"jobs: {os.environ['MAX_JOBS']}")
-    return [cpu_library(), *([gpu_library(gpu.kind)] if gpu.kind else [])], configuration
+    flags = flags_of(compiler)
+    extensions = [cpu_library(flags)] + ([gpu_library(flags, gpu.kind)] if gpu.kind else [])
+    return Plan(extensions, flags, configuration)
+
+
+def get_extensions() -> list[Extension]:
+    """The libraries that this machine can build."""
+    return plan().extensions
 
 
 # ---- setuptools commands ---------------------------------------------------------------------------------------------
 
 
-def build_ext_command(configuration: dict[str, Any]) -> type:
+def build_ext_command(chosen: Plan) -> type:
     from torch.utils.cpp_extension import BuildExtension
 
     class KernelBuildExtension(BuildExtension):
@@ -308,21 +339,38 @@ def build_ext_command(configuration: dict[str, Any]) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, no_python_abi_suffix=True)
 
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # One place for setup.py, pip wheel and pip install -e, which else compile everything anew.
+            self.build_temp = str(ROOT / "build" / "objects")
+
         def run(self) -> None:
+            self.remove_stale_libraries()
             self.write_configuration()
             super().run()
+
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except (RuntimeError, CompileError) as error:
+                fail(f"{error}; the compiler's own messages stand above")
+
+        def remove_stale_libraries(self) -> None:
+            """The GPU library of an earlier build must not travel with one that leaves it out."""
+            for directory in (self.build_lib, ROOT):
+                Path(directory, self.get_ext_filename("myvision._C_cuda")).unlink(missing_ok=True)
 
         def write_configuration(self) -> None:
             """What common/library.cpp embeds; rewritten only when it changes, so that nothing is compiled in vain."""
             header = Path(self.build_temp, "build_configuration.h")
-            text = f'#define MYVISION_BUILD_CONFIGURATION R"json({json.dumps(configuration)})json"\n'
+            text = f'#define MYVISION_BUILD_CONFIGURATION R"json({json.dumps(chosen.configuration)})json"\n'
             header.parent.mkdir(parents=True, exist_ok=True)
             if not header.is_file() or header.read_text() != text:
                 header.write_text(text)
 
         def build_extension(self, ext: Extension) -> None:
             shared = self.build_temp
-            ext.include_dirs.append(os.path.abspath(shared))
+            ext.include_dirs.append(shared)
             if ext.name == "myvision._C" and sources("ops/*/*_cpu.cpp"):
                 ext.extra_objects = [o for name in INSTRUCTION_SETS for o in self.compile_kernels(ext, name)]
             self.build_temp = os.path.join(shared, ext.name)  # the glue is compiled differently for each library
@@ -330,7 +378,7 @@ def build_ext_command(configuration: dict[str, Any]) -> type:
             self.build_temp = shared
 
         def compile_kernels(self, ext: Extension, instruction_set: str) -> list[str]:
-            flags = HOST.all() + HOST.instruction_set[instruction_set]
+            flags = chosen.flags.all() + chosen.flags.instruction_set[instruction_set]
             names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
             objects: list[str] = self.compiler.compile(
                 sources("ops/*/*_cpu.cpp"),
@@ -354,8 +402,12 @@ def main() -> None:
     commands: dict[str, type] = {"bdist_wheel": PlatformWheel}
     extensions: list[Extension] = []
     if METADATA_COMMANDS.isdisjoint(sys.argv):
-        extensions, configuration = get_extensions()
-        commands["build_ext"] = build_ext_command(configuration)
+        choose_jobs()
+        chosen = plan()
+        for topic, choice in chosen.configuration.items():
+            say(f"{topic}: {choice}")
+        extensions = chosen.extensions
+        commands["build_ext"] = build_ext_command(chosen)
     setup(
         packages=[*find_packages(include=["myvision*"]), "myvision.benchmarks"],
         package_dir={"myvision.benchmarks": "benchmarks"},

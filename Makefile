@@ -1,0 +1,57 @@
+# Everything from nothing: `make demo` or `make test` on a machine with Python >= 3.10, a C++20 compiler and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch first: the build needs it. torchvision beside it, so that pip settles on one torch for both.
+BUILD_REQUIREMENTS := "setuptools>=77" "ninja>=1.11" "torch>=2.11" "torchvision>=0.26"
+TEST_JOBS ?= 2
+
+.PHONY: help build demo test bench lint wheel asan clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo | test | build | bench | lint | wheel | asan | clean   (each sets up $(VENV) first)"
+
+$(VENV)/.environment: | check-python
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install $(BUILD_REQUIREMENTS)
+	touch $@
+
+.PHONY: check-python
+check-python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'myvision needs Python >= 3.10, $(PYTHON) is ' + sys.version)"
+
+# myvision in place with what an extra of pyproject.toml asks for.
+$(VENV)/.with-%: $(VENV)/.environment pyproject.toml
+	$(BIN)/python -m pip install --no-build-isolation --editable ".[$*]"
+	touch $@
+
+# Ninja decides what there is to compile.
+build: $(VENV)/.environment
+	$(BIN)/python setup.py build_ext --inplace
+
+demo: $(VENV)/.with-demo build
+	$(BIN)/python -m myvision demo
+
+test: $(VENV)/.with-test build
+	$(BIN)/python -m pytest -n $(TEST_JOBS)
+
+bench: $(VENV)/.with-demo build
+	$(BIN)/python -m myvision bench
+
+lint: $(VENV)/.with-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
+
+wheel: $(VENV)/.environment
+	rm -rf build/lib*
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+asan: $(VENV)/.with-test
+	$(BIN)/python tools/asan.py
+
+clean:
+	rm -rf build dist *.egg-info $(VENV) myvision/*.so demo_output
