@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # torch first: the build needs it. torchvision beside it, so that pip settles on one torch for both.
 BUILD_REQUIREMENTS := "setuptools>=77" "ninja>=1.11" "torch>=2.11" "torchvision>=0.26"
 TEST_JOBS ?= 2
+WHEEL_DIR ?= dist
 
 .PHONY: help build demo test bench lint wheel asan clean
 .DELETE_ON_ERROR:
@@ -48,7 +49,7 @@ lint: $(VENV)/.with-dev
 
 wheel: $(VENV)/.environment
 	rm -rf build/lib*
-	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(WHEEL_DIR) .
 
 asan: $(VENV)/.with-test
 	$(BIN)/python tools/asan.py

@@ -201,6 +201,31 @@ class Gpu:
     why: str
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """What this machine builds, and how; `shown` is embedded for `python -m myvision env`."""
+
+    flags: Flags
+    gpu: Gpu
+    shown: dict[str, str]
+
+
+def configure() -> Configuration:
+    torch = import_torch()
+    compiler = check_compiler()
+    gpu = choose_gpu(torch)
+    shown = {
+        "torch": torch.__version__,
+        "compiler": compiler,
+        "build type": "debug" if switched_on("DEBUG") else "release",
+        "instruction sets": ", ".join(INSTRUCTION_SETS),
+        "GPU library": gpu.why if gpu.kind else f"left out: {gpu.why}",
+    }
+    for topic, chosen in shown.items():
+        say(f"{topic}: {chosen}")
+    return Configuration(flags_of(compiler), gpu, shown)
+
+
 def choose_gpu(torch: Any) -> Gpu:
     if switched_on("MYVISION_NO_CUDA"):
         if switched_on("FORCE_CUDA"):
@@ -295,40 +320,14 @@ def hipify(files: list[str]) -> list[str]:
     return [os.path.relpath(translated[str(ROOT / file)].hipified_path or ROOT / file, ROOT) for file in files]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to build, with which flags, and what `python -m myvision env` shows of the choice."""
-
-    extensions: list[Extension]
-    flags: Flags
-    configuration: dict[str, str]
-
-
-def plan() -> Plan:
-    torch = import_torch()
-    compiler = check_compiler()
-    gpu = choose_gpu(torch)
-    configuration = {
-        "torch": torch.__version__,
-        "compiler": compiler,
-        "build type": "debug" if switched_on("DEBUG") else "release",
-        "instruction sets": ", ".join(INSTRUCTION_SETS),
-        "GPU library": gpu.why if gpu.kind else f"left out: {gpu.why}",
-    }
-    flags = flags_of(compiler)
-    extensions = [cpu_library(flags)] + ([gpu_library(flags, gpu.kind)] if gpu.kind else [])
-    return Plan(extensions, flags, configuration)
-
-
-def get_extensions() -> list[Extension]:
-    """The libraries that this machine can build."""
-    return plan().extensions
+def get_extensions(choice: Configuration) -> list[Extension]:
+    return [cpu_library(choice.flags)] + ([gpu_library(choice.flags, choice.gpu.kind)] if choice.gpu.kind else [])
 
 
 # ---- setuptools commands ---------------------------------------------------------------------------------------------
 
 
-def build_ext_command(chosen: Plan) -> type:
+def build_ext_command(choice: Configuration) -> type:
     from torch.utils.cpp_extension import BuildExtension
 
     class KernelBuildExtension(BuildExtension):
@@ -363,7 +362,7 @@ def build_ext_command(chosen: Plan) -> type:
         def write_configuration(self) -> None:
             """What common/library.cpp embeds; rewritten only when it changes, so that nothing is compiled in vain."""
             header = Path(self.build_temp, "build_configuration.h")
-            text = f'#define MYVISION_BUILD_CONFIGURATION R"json({json.dumps(chosen.configuration)})json"\n'
+            text = f'#define MYVISION_BUILD_CONFIGURATION R"json({json.dumps(choice.shown)})json"\n'
             header.parent.mkdir(parents=True, exist_ok=True)
             if not header.is_file() or header.read_text() != text:
                 header.write_text(text)
@@ -378,15 +377,14 @@ def build_ext_command(chosen: Plan) -> type:
             self.build_temp = shared
 
         def compile_kernels(self, ext: Extension, instruction_set: str) -> list[str]:
-            flags = chosen.flags.all() + chosen.flags.instruction_set[instruction_set]
+            flags = choice.flags.all() + choice.flags.instruction_set[instruction_set]
             names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
-            objects: list[str] = self.compiler.compile(
+            return self.compiler.compile(
                 sources("ops/*/*_cpu.cpp"),
                 output_dir=os.path.join(self.build_temp, instruction_set),
                 include_dirs=ext.include_dirs,
                 extra_postargs={"cxx": flags + names},
             )
-            return objects
 
     return KernelBuildExtension
 
@@ -403,11 +401,9 @@ def main() -> None:
     extensions: list[Extension] = []
     if METADATA_COMMANDS.isdisjoint(sys.argv):
         choose_jobs()
-        chosen = plan()
-        for topic, choice in chosen.configuration.items():
-            say(f"{topic}: {choice}")
-        extensions = chosen.extensions
-        commands["build_ext"] = build_ext_command(chosen)
+        choice = configure()
+        extensions = get_extensions(choice)
+        commands["build_ext"] = build_ext_command(choice)
     setup(
         packages=[*find_packages(include=["myvision*"]), "myvision.benchmarks"],
         package_dir={"myvision.benchmarks": "benchmarks"},

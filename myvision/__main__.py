@@ -28,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)
-    status: int = parsed.run(parsed)
-    return status
+    return parsed.run(parsed)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ def register_autograd(
         _register_public(op, setup_context, backward)
 
 
-def _register_lean(op: torch._ops.OpOverload, setup_context: SetupContext, backward: Formula, jvp: Formula | None) -> None:
+def _register_lean(
+    op: torch._ops.OpOverload, setup_context: SetupContext, backward: Formula, jvp: Formula | None
+) -> None:
     raw = getattr(op, "_op", op)  # the builtin behind the overload: one Python call less
     function = _function(op, raw, setup_context, backward, jvp)
     single_level = _single_level_function(op, raw, setup_context, backward, jvp)
@@ -71,7 +73,11 @@ def _register_lean(op: torch._ops.OpOverload, setup_context: SetupContext, backw
 
 
 def _function(
-    op: torch._ops.OpOverload, raw: Callable[..., Any], setup_context: SetupContext, backward: Formula, jvp: Formula | None
+    op: torch._ops.OpOverload,
+    raw: Callable[..., Any],
+    setup_context: SetupContext,
+    backward: Formula,
+    jvp: Formula | None,
 ) -> type[torch.autograd.Function]:
     def forward(ctx: Any, *args: Any) -> Any:
         with _AutoDispatchBelowAutograd():
@@ -83,7 +89,11 @@ def _function(
 
 
 def _single_level_function(
-    op: torch._ops.OpOverload, raw: Callable[..., Any], setup_context: SetupContext, backward: Formula, jvp: Formula | None
+    op: torch._ops.OpOverload,
+    raw: Callable[..., Any],
+    setup_context: SetupContext,
+    backward: Formula,
+    jvp: Formula | None,
 ) -> type:
     """The same formula at one level of torch.func: the forward goes on to the level below, in the caller's grad modes,
     which come as an extra last argument."""

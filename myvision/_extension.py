@@ -95,8 +95,8 @@ def _why_failed(path: Path, error: str) -> str:
         return f"{path.name} needs {missing[1]}, which is not found.{_toolkit_hint(missing[1])} ({error})"
     if symbol := re.search(r"undefined symbol: (\S+)", error):
         return (
-            f"{path.name} needs {symbol[1]}, which torch {torch.__version__} does not have. myvision serves torch >= 2.11 "
-            f"of the kind (CPU, CUDA, ROCm) it was built with: update torch, or rebuild myvision. ({error})"
+            f"{path.name} needs {symbol[1]}, which torch {torch.__version__} does not have. myvision serves torch >= "
+            f"2.11 of the kind (CPU, CUDA, ROCm) it was built with: update torch, or rebuild myvision. ({error})"
         )
     if re.search(r"version `\S+' not found", error):
         return f"{path.name} was built on a newer system than this one: rebuild myvision here. ({error})"

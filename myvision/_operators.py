@@ -49,8 +49,7 @@ def describe(name: str) -> dict[str, str]:
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
-    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", dispatch_key)
-    return has
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", dispatch_key)
 
 
 def dtypes(name: str) -> str:

@@ -1,0 +1,46 @@
+"""Run an installed myvision once: what a wheel must do wherever it loads.
+
+python smoke_test.py [--torch VERSION]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.nn import functional as F
+
+import myvision
+
+
+def check_my_add() -> None:
+    x, y = torch.randn(3, 5, requires_grad=True), torch.randn(5)
+    torch.testing.assert_close(myvision.ops.my_add(x, y), 2 * x + y)
+    myvision.ops.my_add(x, y).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3, 5), 2.0))
+
+
+def check_deform_conv2d() -> None:
+    """Without offsets it is a convolution, gradients included."""
+    x, weight = torch.randn(2, 4, 7, 9, requires_grad=True), torch.randn(6, 4, 3, 3, requires_grad=True)
+    offset = torch.zeros(2, 18, 7, 9)
+    ours = myvision.ops.deform_conv2d(x, offset, weight, padding=1)
+    theirs = F.conv2d(x, weight, padding=1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    gradients = [torch.autograd.grad(output.sum(), (x, weight)) for output in (ours, theirs)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", metavar="VERSION", help="insist on this torch, and on a CPU-only one")
+    wanted = parser.parse_args().torch
+    if wanted and (torch.__version__.partition("+")[0] != wanted or torch.version.cuda or torch.version.hip):
+        raise SystemExit(f"this needs the CPU-only torch {wanted}, not {torch.__version__}: point pip at its index")
+    check_my_add()
+    check_deform_conv2d()
+    print(f"myvision {myvision.__version__} works with torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
