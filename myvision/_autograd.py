@@ -1,12 +1,13 @@
 """Autograd formulas for operators: cheap to call, and right under torch.func and forward-mode AD.
 
-Every private name of torch that myvision uses stands in this module. Where a torch lacks one of them, the formula is
+Every private name of torch that the formulas need stands in this module. Where a torch lacks one of them, a formula is
 registered by torch's own public call instead: slower, and forward-mode AD raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ Formula = Callable[..., Any]
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its Library
 
 
+@dataclass(frozen=True)
+class _Derivative:
+    op: torch._ops.OpOverload
+    setup_context: SetupContext
+    backward: Formula
+    jvp: Formula | None
+
+
 def register_autograd(
     op: torch._ops.OpOverload, setup_context: SetupContext, backward: Formula, jvp: Formula | None = None
 ) -> None:
@@ -41,62 +50,51 @@ def register_autograd(
     Args:
         op: the operator, for example ``torch.ops.myvision.my_add.default``. Its arguments have no defaults.
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what the formulas need.
-        backward: ``backward(ctx, *grad_outputs)`` returns one gradient, or None, per input. Where its operations are
-            differentiable, so is the gradient.
+        backward: ``backward(ctx, *grad_outputs)`` returns a tuple: one gradient, or None, per input. Where its
+            operations are differentiable, so is the gradient.
         jvp: ``jvp(ctx, *tangents)`` returns the tangent of the output. Without it forward-mode AD raises.
+
+    Raises:
+        ValueError: an argument of the operator has a default, which the dispatcher would not pass on.
     """
     if any(argument.has_default_value() for argument in op._schema.arguments):
-        raise ValueError(f"register_autograd: {op.name()} has arguments with defaults, which the dispatcher drops")
-    if _LEAN:
-        _register_lean(op, setup_context, backward, jvp)
-    else:
-        _register_public(op, setup_context, backward)
+        raise ValueError(f"register_autograd: an argument of {op.name()} has a default value")
+    register = _register_lean if _LEAN else _register_public
+    register(_Derivative(op, setup_context, backward, jvp))
 
 
-def _register_lean(
-    op: torch._ops.OpOverload, setup_context: SetupContext, backward: Formula, jvp: Formula | None
-) -> None:
-    raw = getattr(op, "_op", op)  # the builtin behind the overload: one Python call less
-    function = _function(op, raw, setup_context, backward, jvp)
-    single_level = _single_level_function(op, raw, setup_context, backward, jvp)
+def _register_lean(derivative: _Derivative) -> None:
+    raw = getattr(derivative.op, "_op", derivative.op)  # the builtin behind the overload: one Python call less
+    apply = _function(derivative, raw).apply
+    apply_single_level = _single_level_function(derivative, raw).apply
 
     def autograd(*args: Any) -> Any:
         if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
             if not _are_functorch_transforms_active():
-                return function.apply(*args)
+                return apply(*args)
             with enable_single_level_autograd_function():
-                return single_level.apply(*args, (torch.is_grad_enabled(), _is_fwd_grad_enabled()))
+                return apply_single_level(*args, (torch.is_grad_enabled(), _is_fwd_grad_enabled()))
         with _AutoDispatchBelowAutograd():
             return raw(*args)
 
-    _implement(op, "Autograd", autograd)
+    _implement(derivative.op, "Autograd", autograd)
 
 
-def _function(
-    op: torch._ops.OpOverload,
-    raw: Callable[..., Any],
-    setup_context: SetupContext,
-    backward: Formula,
-    jvp: Formula | None,
-) -> type[torch.autograd.Function]:
+def _function(derivative: _Derivative, raw: Formula) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         with _AutoDispatchBelowAutograd():
             output = raw(*args)
-        setup_context(ctx, args, output)
+        derivative.setup_context(ctx, args, output)
         return output
 
-    return type(_class_name(op), (torch.autograd.Function,), _formulas(forward, backward, jvp))
+    return _function_type(torch.autograd.Function, derivative, forward, derivative.backward, derivative.jvp)
 
 
-def _single_level_function(
-    op: torch._ops.OpOverload,
-    raw: Callable[..., Any],
-    setup_context: SetupContext,
-    backward: Formula,
-    jvp: Formula | None,
-) -> type:
-    """The same formula at one level of torch.func: the forward goes on to the level below, in the caller's grad modes,
-    which come as an extra last argument."""
+def _single_level_function(derivative: _Derivative, raw: Formula) -> Any:
+    """The formula at one level of torch.func: forward goes on to the level below in the caller's gradient modes.
+
+    These modes come as an extra last argument, because apply switches both off before it calls forward.
+    """
 
     def forward(ctx: Any, *args: Any) -> Any:
         *inputs, (grad_enabled, fwd_grad_enabled) = args
@@ -106,42 +104,35 @@ def _single_level_function(
             _AutoDispatchBelowAutograd(),
         ):
             output = raw(*inputs)
-        setup_context(ctx, tuple(inputs), output)
+        derivative.setup_context(ctx, tuple(inputs), output)
         return output
 
-    def backward_without_modes(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        ctx.needs_input_grad = ctx.needs_input_grad[:-1]
-        return (*backward(ctx, *grads), None)
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        ctx.needs_input_grad = ctx.needs_input_grad[: len(derivative.op._schema.arguments)]
+        return (*derivative.backward(ctx, *grads), None)
 
-    def jvp_without_modes(ctx: Any, *tangents: Any) -> Any:
-        return jvp(ctx, *tangents[:-1])
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        assert derivative.jvp
+        return derivative.jvp(ctx, *tangents[:-1])
 
-    formulas = _formulas(forward, backward_without_modes, jvp and jvp_without_modes)
-    return type(_class_name(op), (_SingleLevelFunction,), formulas)
+    return _function_type(_SingleLevelFunction, derivative, forward, backward, jvp if derivative.jvp else None)
 
 
-def _formulas(forward: Formula, backward: Formula, jvp: Formula | None) -> dict[str, Any]:
+def _function_type(
+    base: type, derivative: _Derivative, forward: Formula, backward: Formula, jvp: Formula | None
+) -> Any:
+    name = derivative.op.name().split("::")[1].title().replace("_", "")  # grad_fn then reads <MyAddBackward>
     formulas = {"forward": forward, "backward": backward} | ({"jvp": jvp} if jvp else {})
-    return {name: staticmethod(formula) for name, formula in formulas.items()}
+    return type(name, (base,), {key: staticmethod(formula) for key, formula in formulas.items()})
 
 
-def _class_name(op: torch._ops.OpOverload) -> str:
-    """Named so that ``grad_fn`` reads, for example, ``<MyAddBackward>``."""
-    return op.name().split("::")[1].title().replace("_", "")
-
-
-def _implement(op: torch._ops.OpOverload, dispatch_key: str, kernel: Callable[..., Any], **options: Any) -> None:
-    library = torch.library.Library(op.namespace, "IMPL")
-    library.impl(op, kernel, dispatch_key, **options)
-    _libraries.append(library)
-
-
-def _register_public(op: torch._ops.OpOverload, setup_context: SetupContext, backward: Formula) -> None:
+def _register_public(derivative: _Derivative) -> None:
     """By torch.library.register_autograd, whose kernels drop forward-mode tangents in silence: here they raise."""
+    op = derivative.op
     library = torch.library.Library(op.namespace, "IMPL")
-    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=library)
+    torch.library.register_autograd(op, derivative.backward, setup_context=derivative.setup_context, lib=library)
     _libraries.append(library)
-    kernel = torch.library.get_kernel(op, "AutogradCPU")  # the same one for every device
+    kernel = torch.library.get_kernel(op, "AutogradCPU")  # one kernel for every device
 
     def autograd(keyset: Any, *args: Any) -> Any:
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
@@ -150,3 +141,9 @@ def _register_public(op: torch._ops.OpOverload, setup_context: SetupContext, bac
         return kernel.call_boxed(keyset, *args)
 
     _implement(op, "Autograd", autograd, with_keyset=True, allow_override=True)
+
+
+def _implement(op: torch._ops.OpOverload, dispatch_key: str, kernel: Formula, **options: bool) -> None:
+    library = torch.library.Library(op.namespace, "IMPL")
+    library.impl(op, kernel, dispatch_key, **options)
+    _libraries.append(library)

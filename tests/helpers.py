@@ -1,0 +1,105 @@
+"""What the tests share: element types, memory layouts, subprocesses, and the accuracy gate."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import myvision  # noqa: F401  loads the operators
+
+HALF_DTYPES = [torch.float16, torch.bfloat16]
+FLOATING_DTYPES = [torch.float64, torch.float32, *HALF_DTYPES]
+INTEGER_DTYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+LAYOUTS = ["contiguous", "channels_last", "permuted", "sliced", "offset"]
+INSTRUCTION_SETS = ["default", "avx2", "avx512"]
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Standard normal for floating-point types, small integers otherwise; the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+    low = 0 if dtype in (torch.uint8, torch.bool) else -50
+    return torch.randint(low, 51, shape, generator=generator).to(device, dtype)
+
+
+def with_layout(tensor: Tensor, layout: str) -> Tensor:
+    """The same values, laid out differently in memory; channels_last is contiguous where there are not 4 dimensions."""
+    if layout == "contiguous" or tensor.dim() == 0:
+        return tensor.contiguous()
+    if layout == "channels_last":
+        return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.contiguous()
+    if layout == "permuted":
+        backwards = list(reversed(range(tensor.dim())))
+        return tensor.permute(backwards).contiguous().permute(backwards)
+    if layout == "sliced":  # every other element of the last dimension
+        return torch.stack([tensor, tensor.flip(-1)], dim=-1).select(-1, 0)
+    if layout == "offset":  # one element into its storage, so that no address is aligned
+        storage = tensor.new_empty(tensor.numel() + 1)
+        return storage[1:].view(tensor.shape).copy_(tensor)
+    raise ValueError(f"unknown layout {layout!r}")
+
+
+def available_instruction_sets() -> list[str]:
+    """Those this machine has, weakest first."""
+    return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(torch.ops.myvision._cpu_capability().lower()) + 1]
+
+
+def run_python(code: str, instruction_set: str | None = None, **environment: str) -> str:
+    """Runs a snippet in a Python of its own and returns what it printed; fails, with its output, if it fails.
+
+    Args:
+        code: the snippet.
+        instruction_set: caps what the kernels may use: default, avx2 or avx512.
+        environment: further environment variables.
+    """
+    variables = dict(os.environ, **environment)
+    variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    if instruction_set:
+        variables["ATEN_CPU_CAPABILITY"] = instruction_set
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=variables, cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@contextlib.contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Has torch, and so the operators, use this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_as_accurate(actual: Tensor, plain: Tensor, oracle: Tensor) -> None:
+    """The accuracy gate: the error is at most twice that of plain torch at the same dtype, plus an epsilon.
+
+    Args:
+        actual: what the operator gives.
+        plain: what the same formula in plain torch gives at the same dtype.
+        oracle: what it gives in float64.
+    """
+    assert actual.shape == oracle.shape
+    assert actual.dtype == plain.dtype
+    actual, plain, oracle = actual.detach().cpu(), plain.detach().cpu(), oracle.detach().cpu()
+    finite = oracle.isfinite() & plain.isfinite()
+    torch.testing.assert_close(actual[~finite], plain[~finite], rtol=0, atol=0, equal_nan=True)
+    if not finite.any():
+        return
+    error = (actual.double() - oracle)[finite].abs().max()
+    plain_error = (plain.double() - oracle)[finite].abs().max()
+    epsilon = torch.finfo(plain.dtype).eps * oracle[finite].abs().max()
+    assert error <= 2 * plain_error + epsilon, f"error {error:.3g}, plain torch's {plain_error:.3g}"
