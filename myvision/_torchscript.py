@@ -1,0 +1,141 @@
+"""Count the operators in the code of a TorchScript archive by reading it: nothing of it is executed."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_UNRESOLVED = "prim::CallMethod"  # a method of a value whose class the code does not name
+
+
+def count_operators(sources: Mapping[str, str], root: str) -> Counter[str]:
+    """Count the operator nodes that the ``forward`` of a module reaches, with those of the modules it calls.
+
+    A module that is called twice counts twice; both branches of an ``if`` count, and a loop's body counts once.
+
+    Args:
+        sources: qualified name of each source file, such as ``__torch__.torch.nn.modules.conv``, and its text.
+        root: qualified name of the module's class.
+
+    Raises:
+        ValueError: ``root`` has no ``forward``, or a method calls itself.
+        SyntaxError: a text is not code.
+    """
+    code = _Code(sources)
+    forward = code.method(root, "forward")
+    if forward is None:
+        raise ValueError(f"{root} has no method forward")
+    return code.count(forward)
+
+
+@dataclass
+class _Class:
+    attributes: dict[str, str | None] = field(default_factory=dict)  # name: qualified name of its class
+    methods: dict[str, ast.FunctionDef] = field(default_factory=dict)
+
+
+class _Code:
+    """The classes and functions of an archive, and the operators below each function."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.classes: dict[str, _Class] = {}
+        self.functions: dict[str, ast.FunctionDef] = {}
+        self._counts: dict[ast.FunctionDef, Counter[str] | None] = {}  # None while it is being counted
+        for module, text in sources.items():
+            for statement in ast.parse(text).body:
+                if isinstance(statement, ast.FunctionDef):
+                    self.functions[f"{module}.{statement.name}"] = statement
+                elif isinstance(statement, ast.ClassDef):
+                    self.classes[f"{module}.{statement.name}"] = _read_class(statement)
+
+    def method(self, class_name: str | None, name: str) -> ast.FunctionDef | None:
+        owner = self.classes.get(class_name or "")
+        return owner.methods.get(name) if owner else None
+
+    def attribute(self, class_name: str | None, name: str) -> str | None:
+        owner = self.classes.get(class_name or "")
+        return owner.attributes.get(name) if owner else None
+
+    def count(self, function: ast.FunctionDef) -> Counter[str]:
+        if function not in self._counts:
+            self._counts[function] = None
+            body = _Body(self, function)
+            body.generic_visit(function)
+            self._counts[function] = body.operators
+        counts = self._counts[function]
+        if counts is None:
+            raise ValueError(f"{function.name} calls itself")
+        return counts
+
+
+def _read_class(definition: ast.ClassDef) -> _Class:
+    result = _Class()
+    for statement in definition.body:
+        match statement:
+            case ast.FunctionDef(name=name):
+                result.methods[name] = statement
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
+                result.attributes[name] = _dotted(annotation)
+            # Names that are no identifiers, as those of the modules in a Sequential.
+            case ast.Assign(
+                targets=[ast.Subscript(value=ast.Name(id="__annotations__"), slice=ast.Constant(value=str(name)))]
+            ):
+                result.attributes[name] = _dotted(statement.value)
+    return result
+
+
+class _Body(ast.NodeVisitor):
+    """Walks one function in the order of its source, follows the classes of its variables and counts operators."""
+
+    def __init__(self, code: _Code, function: ast.FunctionDef) -> None:
+        self.code = code
+        self.operators: Counter[str] = Counter()
+        self.classes = {argument.arg: _dotted(argument.annotation) for argument in function.args.args}
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self.classes[target.id] = self._class_of(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        match (_dotted(node.func) or "").split("."):
+            case ["torch", name]:
+                self.operators[f"aten::{name}"] += 1
+            case ["ops", namespace, name]:
+                self.operators[f"{namespace}::{name}"] += 1
+            case ["__torch__", *_] as path:
+                if function := self.code.functions.get(".".join(path)):
+                    self.operators += self.code.count(function)
+            case _ if isinstance(node.func, ast.Attribute):
+                self._call_method(node.func)
+
+    def _call_method(self, method: ast.Attribute) -> None:
+        function = self.code.method(self._class_of(method.value), method.attr)
+        self.operators += self.code.count(function) if function else Counter([_UNRESOLVED])
+
+    def _class_of(self, value: ast.expr) -> str | None:
+        match value:
+            case ast.Name(id=name):
+                return self.classes.get(name)
+            case ast.Attribute(value=owner, attr=name):
+                return self.code.attribute(self._class_of(owner), name)
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name))]):
+                return self.code.attribute(self._class_of(owner), name)
+            case ast.Call(func=ast.Name(id="annotate" | "unchecked_cast"), args=[annotation, _]):
+                return _dotted(annotation)
+            case ast.Call(func=ast.Attribute(value=created, attr="__new__")):
+                return _dotted(created)
+        return None
+
+
+def _dotted(expression: ast.expr | None) -> str | None:
+    """The text of a name such as a.b.c, None for any other expression."""
+    names: list[str] = []
+    while isinstance(expression, ast.Attribute):
+        names.append(expression.attr)
+        expression = expression.value
+    return ".".join([expression.id, *reversed(names)]) if isinstance(expression, ast.Name) else None
