@@ -104,6 +104,7 @@ def _single_level_function(derivative: _Derivative, raw: Formula) -> Any:
             _AutoDispatchBelowAutograd(),
         ):
             output = raw(*inputs)
+        ctx.fwd_grad_enabled = fwd_grad_enabled
         derivative.setup_context(ctx, tuple(inputs), output)
         return output
 
@@ -113,7 +114,8 @@ def _single_level_function(derivative: _Derivative, raw: Formula) -> Any:
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         assert derivative.jvp
-        return derivative.jvp(ctx, *tangents[:-1])
+        with _set_fwd_grad_enabled(ctx.fwd_grad_enabled):  # for the levels below: jvp of jvp
+            return derivative.jvp(ctx, *tangents[:-1])
 
     return _function_type(_SingleLevelFunction, derivative, forward, backward, jvp if derivative.jvp else None)
 

@@ -7,24 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+MAX_DIMS = 64
 
-def empty_broadcast(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor of the broadcast shape, with the strides of ``torch.add(y, x)``.
 
-    Raises:
-        RuntimeError: the shapes do not broadcast.
-    """
+def broadcastable(x: Tensor, y: Tensor) -> bool:
+    sizes = zip(reversed(x.shape), reversed(y.shape), strict=False)
+    return all(x_size == y_size or x_size == 1 or y_size == 1 for x_size, y_size in sizes)
+
+
+def empty_broadcast(x: Tensor, y: Tensor) -> Tensor:
+    """An uninitialised tensor of the type of ``x``, with the shape and strides of ``torch.add(y, x)``."""
     shape = torch.broadcast_shapes(x.shape, y.shape)
-    if x.shape == y.shape:
+    if x.dim() == y.dim() and x.shape == y.shape:
         for memory_format in (torch.contiguous_format, torch.channels_last):
             if all(operand.is_contiguous(memory_format=memory_format) for operand in (x, y)):
-                return torch.empty(shape, dtype=dtype, device=x.device, memory_format=memory_format)
+                return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
         if x.stride() == y.stride() and _is_dense(x):
-            return torch.empty_strided(shape, x.stride(), dtype=dtype, device=x.device)
+            return x.new_empty_strided(shape, x.stride())
     order = _sort_by_stride(shape, [_broadcast_strides(operand, shape) for operand in (y, x)])
     if order == list(reversed(range(len(shape)))):
-        return torch.empty(shape, dtype=dtype, device=x.device)
-    return torch.empty_strided(shape, _packed_strides(shape, order), dtype=dtype, device=x.device)
+        return x.new_empty(shape)
+    return x.new_empty_strided(shape, _packed_strides(shape, order))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from myvision._autograd import register_autograd
-from myvision._broadcast import empty_broadcast
+from myvision._broadcast import MAX_DIMS, broadcastable, empty_broadcast
 
 _DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -53,12 +53,21 @@ def _fake(x: Tensor, y: Tensor) -> Tensor:
         dtype in _DTYPES and x.dtype in _DTYPES | {torch.bool} and y.dtype in _DTYPES | {torch.bool},
         lambda: f"my_add: x and y must be of floating-point or integer types, got x of {x.dtype} and y of {y.dtype}",
     )
-    return empty_broadcast(x.to(dtype), y.to(dtype), dtype)
+    torch._check(
+        max(x.dim(), y.dim()) <= MAX_DIMS,
+        lambda: f"my_add: x and y may have at most {MAX_DIMS} dimensions, got {x.dim()} and {y.dim()}",
+    )
+    torch._check(
+        broadcastable(x, y),
+        lambda: f"my_add: the shapes of x and y do not broadcast: {tuple(x.shape)} and {tuple(y.shape)}",
+    )
+    return empty_broadcast(x.to(dtype), y.to(dtype))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, y = inputs
     ctx.x_shape, ctx.x_dtype, ctx.y_shape, ctx.y_dtype = x.shape, x.dtype, y.shape, y.dtype
+    ctx.device = x.device
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -68,7 +77,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return grad_x, grad_y
 
 
-def _jvp(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+def _jvp(ctx: Any, x: Tensor | None, y: Tensor | None) -> Tensor:
+    if x is None:  # an integer tensor has no tangent
+        x = torch.zeros(ctx.x_shape, dtype=ctx.x_dtype, device=ctx.device)
+    if y is None:
+        y = torch.zeros(ctx.y_shape, dtype=ctx.y_dtype, device=ctx.device)
     return my_add(x, y)
 
 
