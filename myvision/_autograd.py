@@ -40,10 +40,15 @@ class _Derivative:
     setup_context: SetupContext
     backward: Formula
     jvp: Formula | None
+    composite: Formula | None
 
 
 def register_autograd(
-    op: torch._ops.OpOverload, setup_context: SetupContext, backward: Formula, jvp: Formula | None = None
+    op: torch._ops.OpOverload,
+    setup_context: SetupContext,
+    backward: Formula,
+    jvp: Formula | None = None,
+    composite: Formula | None = None,
 ) -> None:
     """Gives an operator its derivatives.
 
@@ -52,7 +57,9 @@ def register_autograd(
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what the formulas need.
         backward: ``backward(ctx, *grad_outputs)`` returns a tuple: one gradient, or None, per input. Where its
             operations are differentiable, so is the gradient.
-        jvp: ``jvp(ctx, *tangents)`` returns the tangent of the output. Without it forward-mode AD raises.
+        jvp: ``jvp(ctx, *tangents)`` returns the tangent of the output.
+        composite: ``composite(*inputs)`` returns the output by differentiable operations, for an operator without jvp:
+            it takes over in forward-mode AD, which raises where there is neither.
 
     Raises:
         ValueError: an argument of the operator has a default, which the dispatcher would not pass on.
@@ -60,7 +67,7 @@ def register_autograd(
     if any(argument.has_default_value() for argument in op._schema.arguments):
         raise ValueError(f"register_autograd: an argument of {op.name()} has a default value")
     register = _register_lean if _LEAN else _register_public
-    register(_Derivative(op, setup_context, backward, jvp))
+    register(_Derivative(op, setup_context, backward, jvp, composite))
 
 
 def _register_lean(derivative: _Derivative) -> None:
@@ -69,6 +76,8 @@ def _register_lean(derivative: _Derivative) -> None:
     apply_single_level = _single_level_function(derivative, raw).apply
 
     def autograd(*args: Any) -> Any:
+        if forward_ad._current_level >= 0 and derivative.composite:
+            return derivative.composite(*args)
         if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
             if not _are_functorch_transforms_active():
                 return apply(*args)
@@ -139,6 +148,8 @@ def _register_public(derivative: _Derivative) -> None:
     def autograd(keyset: Any, *args: Any) -> Any:
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+            if derivative.composite:
+                return derivative.composite(*args)
             raise NotImplementedError(f"{op.name()}: forward-mode AD is not implemented with this version of torch")
         return kernel.call_boxed(keyset, *args)
 

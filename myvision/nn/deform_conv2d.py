@@ -1,0 +1,215 @@
+"""Deformable convolution as modules."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
+
+from myvision.ops.deform_conv2d import deform_conv2d
+
+Size = int | tuple[int, int]
+Padding = Size | Literal["same", "valid"]
+
+
+class _DeformConv2d(nn.Module):
+    """The parameters of ``torchvision.ops.DeformConv2d``, for where torchvision does not import."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"in_channels ({in_channels}) and out_channels ({out_channels}) must be multiples of groups ({groups})"
+            )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = _pair(kernel_size)
+        self.stride = _pair(stride)
+        self.padding = _pair(padding)
+        self.dilation = _pair(dilation)
+        self.groups = groups
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.weight[0].numel())
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def __repr__(self) -> str:
+        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        text += f", padding={self.padding}" if self.padding != (0, 0) else ""
+        text += f", dilation={self.dilation}" if self.dilation != (1, 1) else ""
+        text += f", groups={self.groups}" if self.groups != 1 else ""
+        text += ", bias=False" if self.bias is None else ""
+        return f"{type(self).__name__}({text})"
+
+
+if TYPE_CHECKING:
+    _Base = _DeformConv2d
+else:
+    try:
+        from torchvision.ops import DeformConv2d as _Base
+    except Exception:  # torchvision is optional, and one made for another torch fails in many ways
+        _Base = _DeformConv2d
+
+
+class DeformConv2d(_Base):
+    """Deformable convolution, see :func:`myvision.ops.deform_conv2d`.
+
+    A ``torchvision.ops.DeformConv2d`` where torchvision is installed, and the same in every respect where it is not:
+    constructor, parameters, their initial values, ``repr`` and ``state_dict``.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: one number or (height, width).
+        stride: step between samples. Default: 1.
+        padding: zeros around the image, ``"same"`` or ``"valid"``. Default: 0.
+        dilation: distance between the taps. Default: 1.
+        groups: groups of channels that do not mix. Default: 1.
+        bias: whether to add a bias. Default: True.
+
+    Shape:
+        - input: ``[batch, in_channels, height, width]``, of float64, float32, float16 or bfloat16, as the parameters.
+        - offset: ``[batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width]``.
+        - mask: ``[batch, offset_groups * kernel_height * kernel_width, out_height, out_width]``, or None.
+        - output: ``[batch, out_channels, out_height, out_width]``.
+
+    Raises:
+        ValueError: channels are no multiple of groups, or ``padding="same"`` comes with a stride.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import DeformConv2d
+        >>> layer = DeformConv2d(3, 8, kernel_size=3, padding="same")
+        >>> layer(torch.rand(1, 3, 16, 16), torch.zeros(1, 18, 16, 16)).shape
+        torch.Size([1, 8, 16, 16])
+
+    Papers: `Deformable Convolutional Networks <https://arxiv.org/abs/1703.06211>`_ and `Deformable ConvNets v2: More
+    Deformable, Better Results <https://arxiv.org/abs/1811.11168>`_.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Padding = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        numbers = 0 if isinstance(padding, str) else padding
+        super().__init__(in_channels, out_channels, kernel_size, stride, numbers, dilation, groups, bias)
+        if isinstance(padding, str):
+            _check_word(padding, self.stride)
+            self.padding = padding
+
+    def forward(self, input: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
+        return deform_conv2d(input, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+
+
+def _check_word(padding: str, stride: tuple[int, int]) -> None:
+    if padding not in ("same", "valid"):
+        raise ValueError(f"padding must be numbers, 'same' or 'valid', but is {padding!r}")
+    if padding == "same" and stride != (1, 1):
+        raise ValueError(f"padding='same' needs stride 1, but stride is {stride}")
+
+
+class _ZeroConv2d(nn.Conv2d):
+    """A convolution that starts at zero, also where something resets it."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class DeformConv2dPack(DeformConv2d):
+    """Deformable convolution that predicts its own offsets and mask, with a plain convolution over the same input.
+
+    That convolution, ``conv_offset``, starts at zero: every offset is 0 and every mask ``sigmoid(0) = 0.5``, so the
+    layer starts as half a plain convolution, as in the paper. Its channels are the offsets, (down, right) for each tap,
+    and then the masks; a ``state_dict`` of mmcv's ``ModulatedDeformConv2dPack`` loads as it is.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in :class:`DeformConv2d`.
+        offset_groups: groups of input channels with offsets and masks of their own. Default: 1.
+        modulated: whether to predict masks as well (version 2), or offsets only (version 1). Default: True.
+
+    Shape:
+        - input: ``[batch, in_channels, height, width]``, of float64, float32, float16 or bfloat16, as the parameters.
+        - output: ``[batch, out_channels, out_height, out_width]``.
+
+    Raises:
+        ValueError: channels are no multiple of groups or offset_groups, or ``padding="same"`` comes with a stride.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import DeformConv2dPack
+        >>> layer = DeformConv2dPack(3, 8, kernel_size=3, padding=1)
+        >>> layer(torch.rand(1, 3, 16, 16)).shape
+        torch.Size([1, 8, 16, 16])
+
+    Paper: `Deformable ConvNets v2: More Deformable, Better Results <https://arxiv.org/abs/1811.11168>`_.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Padding = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        offset_groups: int = 1,
+        modulated: bool = True,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
+        if in_channels % offset_groups:
+            raise ValueError(f"in_channels ({in_channels}) must be a multiple of offset_groups ({offset_groups})")
+        self.offset_groups = offset_groups
+        self.modulated = modulated
+        self.conv_offset = _ZeroConv2d(
+            in_channels,
+            (3 if modulated else 2) * offset_groups * self.kernel_size[0] * self.kernel_size[1],
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        offset, mask = self.conv_offset(input), None
+        if self.modulated:
+            samples = self.offset_groups * self.kernel_size[0] * self.kernel_size[1]
+            offset, mask = offset.split((2 * samples, samples), dim=1)
+            mask = mask.sigmoid()
+        return super().forward(input, offset, mask)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, offset_groups={self.offset_groups}, modulated={self.modulated})"

@@ -1,0 +1,375 @@
+"""Deformable convolution: the functional API, and what torch must know of the operator."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.jit import TracerWarning  # type: ignore[attr-defined]
+from torch.nn.modules.utils import _pair
+
+from myvision._autocast import register_autocast
+from myvision._autograd import register_autograd
+from myvision._reference import deform_conv2d as reference
+
+_forward = torch.ops.myvision.deform_conv2d.default
+_backward = torch.ops.myvision._deform_conv2d_backward.default
+
+
+def deform_conv2d(
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | Literal["same", "valid"] = 0,
+    dilation: int | tuple[int, int] = 1,
+    mask: Tensor | None = None,
+) -> Tensor:
+    r"""Deformable convolution: every tap of the kernel samples the input where its offset points to.
+
+    Version 1 of the paper without a mask, version 2 with one; a drop-in replacement of
+    ``torchvision.ops.deform_conv2d``. Samples between pixels are bilinear, pixels outside the image are 0, and a sample
+    a whole pixel or more outside, infinite or NaN is 0 with zero gradients. The number of groups is
+    ``input.shape[1] // weight.shape[1]``, that of offset groups ``offset.shape[1] // (2 * kernel_height *
+    kernel_width)``.
+
+    Args:
+        input: ``[batch, in_channels, height, width]``, of float64, float32, float16 or bfloat16 as every other tensor
+            (under autocast they may differ). Half types accumulate in float32, and so does the sampling position.
+        offset: ``[batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width]``: for each tap, row
+            by row, how far down and how far right it is moved, in pixels.
+        weight: ``[out_channels, in_channels // groups, kernel_height, kernel_width]``.
+        bias: ``[out_channels]``. Default: none.
+        stride: step between samples, one number or (vertical, horizontal). Default: 1.
+        padding: zeros around the image, one number or (vertical, horizontal); ``"same"`` keeps the size of the input
+            (stride 1 only, an odd zero goes to the bottom and right, as in ``torch.nn.functional.conv2d``); ``"valid"``
+            is 0. Default: 0.
+        dilation: distance between the taps, one number or (vertical, horizontal). Default: 1.
+        mask: ``[batch, offset_groups * kernel_height * kernel_width, out_height, out_width]``, a factor for each
+            sample. Default: none.
+
+    Returns:
+        ``[batch, out_channels, out_height, out_width]``, of the input's dtype; channels_last where input or weight is,
+        as ``torch.nn.functional.conv2d`` decides it.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together, or a number is out of range.
+        ValueError: ``padding`` is an unknown word, or ``"same"`` with a stride.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.ops import deform_conv2d
+        >>> input, weight = torch.rand(4, 3, 10, 10), torch.rand(5, 3, 3, 3)
+        >>> offset, mask = torch.zeros(4, 2 * 3 * 3, 8, 8), torch.ones(4, 3 * 3, 8, 8)
+        >>> deform_conv2d(input, offset, weight, mask=mask).shape
+        torch.Size([4, 5, 8, 8])
+
+    Papers: `Deformable Convolutional Networks <https://arxiv.org/abs/1703.06211>`_ and `Deformable ConvNets v2: More
+    Deformable, Better Results <https://arxiv.org/abs/1811.11168>`_.
+    """
+    strides, dilations = _pair(stride), _pair(dilation)
+    groups = offset_groups = 1
+    if input.dim() == weight.dim() == offset.dim() == 4:  # or else the operator says what is wrong
+        kernel_size = _constant(weight.shape[2]), _constant(weight.shape[3])
+        groups = _quotient(input.shape[1], _constant(weight.shape[1]))
+        offset_groups = _quotient(offset.shape[1], 2 * kernel_size[0] * kernel_size[1])
+        if padding == "same":
+            input, padding = _pad_to_same_size(input, kernel_size, strides, dilations)
+    if padding == "valid":
+        padding = 0
+    if isinstance(padding, str):
+        raise ValueError(f"deform_conv2d: padding must be numbers, 'same' or 'valid', but is {padding!r}")
+    output: Tensor = _forward(
+        input, weight, offset, mask, bias, strides, _pair(padding), dilations, groups, offset_groups
+    )
+    return output
+
+
+def _constant(size: int) -> int:
+    """A size as a number even under torch.jit.trace, which would record it: geometry is constant, not data."""
+    if torch._C._get_tracing_state() is None:
+        return size
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TracerWarning)
+        return int(size)
+
+
+def _quotient(channels: int, share: int) -> int:
+    """How many groups there are; at least 1, so that what does not fit is an error about channels, not about groups."""
+    return max(_constant(channels) // max(share, 1), 1)
+
+
+def _pad_to_same_size(
+    input: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, tuple[int, int]]:
+    """The input and the padding that ``padding="same"`` stands for; what cannot be split evenly joins the input."""
+    if tuple(stride) != (1, 1):
+        raise ValueError(f"deform_conv2d: padding='same' needs stride 1, but stride is {tuple(stride)}")
+    down, right = (d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True))
+    if down % 2 or right % 2:
+        input = F.pad(input, (0, right % 2, 0, down % 2))
+    return input, (down // 2, right // 2)
+
+
+# ---- what the operator returns, and what it rejects: the same as csrc/ops/deform_conv2d/deform_conv2d.cpp ------------
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LARGEST = 2**20
+_LARGEST_SIDE = 2**31 - 1
+
+
+def _check(holds: Any, message: Callable[[], str]) -> None:
+    torch._check(holds, lambda: f"deform_conv2d: {message()}")
+
+
+def _check_rank(name: str, tensor: Tensor, rank: int, layout: str) -> None:
+    _check(tensor.dim() == rank, lambda: f"{name} must have shape {layout}, but has shape {_text(tensor.shape)}")
+
+
+def _check_like_input(name: str, tensor: Tensor, input: Tensor) -> None:
+    _check(
+        tensor.dtype == input.dtype,
+        lambda: f"{name} must have the dtype of input, {_text(input.dtype)}, but has {_text(tensor.dtype)}",
+    )
+    _check(
+        tensor.device == input.device,
+        lambda: f"{name} must be on the device of input, {input.device}, but is on {tensor.device}",
+    )
+
+
+def _check_range(name: str, value: int, least: int) -> None:
+    _check(least <= value <= _LARGEST, lambda: f"{name} must be between {least} and {_LARGEST}, but is {value}")
+
+
+def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
+    _check(len(pair) == 2, lambda: f"{name} must have 2 elements (height, width), but has {len(pair)}")
+    for value in pair:
+        _check_range(name, value, least)
+
+
+def _check_shape(name: str, tensor: Tensor, wanted: Sequence[int], layout: str) -> None:
+    for size, wanted_size in zip(tensor.shape, wanted, strict=True):
+        _check(
+            size == wanted_size,
+            lambda: f"{name} must have shape {_text(wanted)} ({layout}), but has shape {_text(tensor.shape)}",
+        )
+
+
+def _text(value: Any) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(tuple(value))
+
+
+def _check_tensors(input: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
+    _check_rank("input", input, 4, "[batch, in_channels, height, width]")
+    _check(input.dtype in _DTYPES, lambda: f"input must have a floating-point dtype, but has {_text(input.dtype)}")
+    samples = "offset_groups * kernel_height * kernel_width, out_height, out_width"
+    for name, tensor, layout in (
+        ("weight", weight, "[out_channels, in_channels / groups, kernel_height, kernel_width]"),
+        ("offset", offset, f"[batch, 2 * {samples}]"),
+        ("mask", mask, f"[batch, {samples}]"),
+        ("bias", bias, "[out_channels]"),
+    ):
+        if tensor is not None:
+            _check_rank(name, tensor, layout.count(",") + 1, layout)
+            _check_like_input(name, tensor, input)
+
+
+def _output_shape(
+    input: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    offset_groups: int,
+) -> list[int]:
+    """The shape of the output, once every argument is checked."""
+    _check_tensors(input, weight, offset, mask, bias)
+    _check_pair("stride", stride, 1)
+    _check_pair("padding", padding, 0)
+    _check_pair("dilation", dilation, 1)
+    _check_range("groups", groups, 1)
+    _check_range("offset_groups", offset_groups, 1)
+    (N, _, *image), (K, _, *kernel_size) = input.shape, weight.shape
+    _check_range("kernel height (weight.shape[2])", kernel_size[0], 1)
+    _check_range("kernel width (weight.shape[3])", kernel_size[1], 1)
+    _check_channels(input, weight, groups, offset_groups)
+    for side in image:
+        _check(
+            1 <= side <= _LARGEST_SIDE,
+            lambda: (
+                f"height and width of input must be between 1 and {_LARGEST_SIDE}, but are {image[0]} and {image[1]}"
+            ),
+        )
+    room = [image[i] + 2 * padding[i] - dilation[i] * (kernel_size[i] - 1) - 1 for i in (0, 1)]
+    for r in room:
+        _check(r >= 0, lambda: "the dilated kernel must fit into the padded input, but is larger")
+    output_size = [room[i] // stride[i] + 1 for i in (0, 1)]
+
+    taps = kernel_size[0] * kernel_size[1]
+    samples = "offset_groups * kernel_height * kernel_width, out_height, out_width"
+    _check_shape("offset", offset, (N, 2 * offset_groups * taps, *output_size), f"batch, 2 * {samples}")
+    if mask is not None:
+        _check_shape("mask", mask, (N, offset_groups * taps, *output_size), f"batch, {samples}")
+    if bias is not None:
+        _check_shape("bias", bias, (K,), "out_channels")
+    return [N, K, *output_size]
+
+
+def _check_channels(input: Tensor, weight: Tensor, groups: int, offset_groups: int) -> None:
+    C, (K, share) = input.shape[1], weight.shape[:2]
+    _check(
+        share * groups == C,
+        lambda: f"weight.shape[1] ({share}) times groups ({groups}) must be the number of input channels, {C}",
+    )
+    _check(
+        K % groups == 0,
+        lambda: f"out_channels (weight.shape[0] = {K}) must be a multiple of groups ({groups})",
+    )
+    _check(
+        C % offset_groups == 0,
+        lambda: f"in_channels (input.shape[1] = {C}) must be a multiple of offset_groups ({offset_groups})",
+    )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether the strides say channels_last, by the rule of torch's own convolutions; slices count."""
+    if tensor.stride(1) == 0:
+        return False
+    least = 0  # stride of the next dimension outwards
+    for dim in (1, 3, 2, 0):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * size
+    return True
+
+
+def _fake(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    shape = _output_shape(input, weight, *args)
+    channels_last = _is_channels_last(input) or _is_channels_last(weight)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format)
+
+
+def _fake_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, *args: Any
+) -> tuple[Tensor | None, ...]:
+    *geometry, output_mask, _deterministic = args
+    shape = _output_shape(input, weight, offset, mask, None, *geometry)
+    layout = "batch, out_channels, out_height, out_width"
+    _check_rank("grad_output", grad_output, 4, f"[{layout}]")
+    _check_like_input("grad_output", grad_output, input)
+    _check_shape("grad_output", grad_output, shape, layout)
+    _check(len(output_mask) == 5, lambda: f"output_mask must have 5 elements, but has {len(output_mask)}")
+    _check(
+        mask is not None or not output_mask[3],
+        lambda: "output_mask asks for the gradient of mask, but mask is None",
+    )
+    bias = weight.new_empty(weight.shape[0])
+    return tuple(
+        torch.empty_like(like) if wanted and like is not None else None
+        for wanted, like in zip(output_mask, (input, weight, offset, mask, bias), strict=True)
+    )
+
+
+# ---- derivatives: the first by the fused kernel, the others through the reference ------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, offset, mask, _bias, *ctx.geometry = inputs
+    ctx.save_for_backward(input, weight, offset, mask)
+
+
+def _first_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:5])
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients = _backward(grad_output, *ctx.saved_tensors, *ctx.geometry, wanted, deterministic)
+    return (*gradients, *[None] * len(ctx.geometry))
+
+
+def _setup_backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.constants = inputs[5:]
+
+
+def _second_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Through the reference, of which only the tensors that need a gradient vary."""
+    needed = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
+    tensors = dict(enumerate(ctx.saved_tensors))
+
+    def of_needed(*values: Tensor) -> list[Tensor]:
+        arguments = tensors | dict(zip(needed, values, strict=True))
+        return [gradient for gradient in _gradients(*arguments.values(), *ctx.constants) if gradient is not None]
+
+    pullback = torch.func.vjp(of_needed, *(tensors[i] for i in needed))[1]
+    found = dict(zip(needed, pullback([gradient for gradient in gradients if gradient is not None]), strict=True))
+    return tuple(found.get(i) for i in range(len(ctx.needs_input_grad)))
+
+
+def _gradients(*args: Any) -> tuple[Tensor | None, ...]:
+    """What the backward operator returns."""
+    *arguments, output_mask, _deterministic = args
+    gradients = reference.deform_conv2d_backward(*arguments)
+    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True))
+
+
+# ---- torch.vmap: more images where the weights are shared, more groups of channels where they are not ----------------
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    tensors, (*geometry, groups, offset_groups) = args[:5], args[5:]
+    input, weight, offset, mask, bias = tensors
+    if in_dims[1] is None and in_dims[4] is None:
+        input, offset, mask = (_fold(args[i], in_dims[i], 0, info.batch_size) for i in (0, 2, 3))
+        output = _forward(input, weight, offset, mask, bias, *geometry, groups, offset_groups)
+        return output.unflatten(0, (info.batch_size, -1)), 0
+    folded = _fold_channels(tensors, in_dims, (1, 0, 1, 1, 0), info.batch_size)
+    output = _forward(*folded, *geometry, groups * info.batch_size, offset_groups * info.batch_size)
+    return output.unflatten(1, (info.batch_size, -1)), 1
+
+
+def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor | None, ...], Any]:
+    tensors, (*geometry, groups, offset_groups, output_mask, deterministic) = args[:5], args[5:]
+    folded = _fold_channels(tensors, in_dims, (1, 1, 0, 1, 1), info.batch_size)
+    groups, offset_groups = groups * info.batch_size, offset_groups * info.batch_size
+    gradients = _backward(*folded, *geometry, groups, offset_groups, output_mask, deterministic)
+    channel_dims = (1, 0, 1, 1, 0)
+    unfolded = (
+        None if gradient is None else gradient.unflatten(dim, (info.batch_size, -1))
+        for gradient, dim in zip(gradients, channel_dims, strict=True)
+    )
+    return tuple(unfolded), channel_dims
+
+
+def _fold_channels(
+    tensors: Sequence[Tensor | None], in_dims: Sequence[int | None], channel_dims: Sequence[int], batch_size: int
+) -> list[Tensor | None]:
+    return [_fold(t, i, c, batch_size) for t, i, c in zip(tensors, in_dims[: len(tensors)], channel_dims, strict=True)]
+
+
+def _fold(tensor: Tensor | None, batch_dim: int | None, dim: int, batch_size: int) -> Tensor | None:
+    """Moves the dimension that vmap hides, or repeats where there is none, into the front of another one."""
+    if tensor is None:
+        return None
+    if batch_dim is None:
+        return tensor.unsqueeze(dim).repeat_interleave(batch_size, dim).flatten(dim, dim + 1)
+    return tensor.movedim(batch_dim, dim).flatten(dim, dim + 1)
+
+
+torch.library.register_fake("myvision::deform_conv2d", _fake)
+torch.library.register_fake("myvision::_deform_conv2d_backward", _fake_backward)
+torch.library.register_vmap("myvision::deform_conv2d", _vmap)
+torch.library.register_vmap("myvision::_deform_conv2d_backward", _vmap_backward)
+register_autograd(_forward, _setup_context, _first_backward, composite=reference.deform_conv2d)
+register_autograd(_backward, _setup_backward_context, _second_backward, composite=_gradients)
+register_autocast(_forward)
