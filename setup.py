@@ -305,19 +305,21 @@ def gpu_library(flags: Flags, kind: str) -> Extension:
 
 
 def hipify(files: list[str]) -> list[str]:
-    """Translates csrc, headers too, into build/hip and returns the translated paths of `files`."""
+    """Translates a copy of csrc, headers too, and returns the translated paths of `files`."""
     from torch.utils.hipify import hipify_python
 
-    target = ROOT / "build" / "hip"
+    copy = ROOT / "build" / "hip"
+    shutil.copytree(ROOT / "csrc", copy, dirs_exist_ok=True)
     translated = hipify_python.hipify(
-        project_directory=str(ROOT),
-        output_directory=str(target),
-        includes=[str(ROOT / "csrc" / "*")],
+        project_directory=str(copy),
+        output_directory=str(copy),
+        header_include_dirs=[str(copy)],
         extensions=(".cu", ".cuh", ".cpp", ".h"),
-        header_include_dirs=[str(ROOT / "csrc")],
+        hip_clang_launch=True,
         is_pytorch_extension=True,
     )
-    return [os.path.relpath(translated[str(ROOT / file)].hipified_path or ROOT / file, ROOT) for file in files]
+    copies = [copy / Path(file).relative_to("csrc") for file in files]
+    return [Path(translated[str(file)].hipified_path or file).relative_to(ROOT).as_posix() for file in copies]
 
 
 def get_extensions(choice: Configuration) -> list[Extension]:
