@@ -67,8 +67,8 @@ class Flags:
 
 GNU_EVERY = ["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 GCC = Flags(
-    # The last flag: GCC 12 raises false alarms in its own AVX-512 intrinsics.
-    every=[*GNU_EVERY, "-Wno-maybe-uninitialized"],
+    # False alarms: in GCC 12's own AVX-512 intrinsics, and of Clang's pragmas in torch's headers.
+    every=[*GNU_EVERY, "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"],
     release=["-O3", "-g0", "-DNDEBUG"],
     debug=["-O0", "-g", "-UNDEBUG"],
     instruction_set={
@@ -336,15 +336,15 @@ def build_ext_command(choice: Configuration) -> type:
     class KernelBuildExtension(BuildExtension):
         """Adds to torch's: CPU kernels compiled once per instruction set, a build directory per library."""
 
-        build_temp: str
+        build_temp: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, no_python_abi_suffix=True)
 
         def finalize_options(self) -> None:
-            super().finalize_options()
             # One place for setup.py, pip wheel and pip install -e, which else compile everything anew.
-            self.build_temp = str(ROOT / "build" / "objects")
+            self.build_temp = os.path.abspath(self.build_temp or ROOT / "build" / "objects")
+            super().finalize_options()
 
         def run(self) -> None:
             self.remove_stale_libraries()

@@ -58,4 +58,4 @@ def dtypes(name: str) -> str:
         module = import_module(f"{NAMESPACE}.ops.{name}")
     except ModuleNotFoundError:
         return "-"
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in module.DTYPES)
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in module._DTYPES))
