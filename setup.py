@@ -29,6 +29,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
+CSRC = ROOT / "csrc"
+HIP_CSRC = ROOT / "build" / "hip"
 OLDEST_TORCH = (2, 11)
 WINDOWS = sys.platform == "win32"
 # Commands that read the metadata only: they must work before torch is installed.
@@ -65,8 +67,8 @@ class Flags:
 
 GNU_EVERY = ["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 GCC = Flags(
-    # The last flag: GCC 12 raises false alarms in its own AVX-512 intrinsics.
-    every=[*GNU_EVERY, "-Wno-maybe-uninitialized"],
+    # False alarms: in GCC 12's own AVX-512 intrinsics, and of Clang's pragmas in torch's headers.
+    every=[*GNU_EVERY, "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"],
     release=["-O3", "-g0", "-DNDEBUG"],
     debug=["-O0", "-g", "-UNDEBUG"],
     instruction_set={
@@ -273,51 +275,52 @@ def operator_glue() -> list[str]:
 
 
 def library(
-    name: str, files: list[str], device_type: str, linked: list[str], cxx: list[str], gpu: list[str]
+    name: str, files: list[str], headers: Path, device_type: str, linked: list[str], cxx: list[str], gpu: list[str]
 ) -> Extension:
     from torch.utils import cpp_extension
 
     return Extension(
         f"myvision.{name}",
         files,
-        include_dirs=[str(ROOT / "csrc"), *cpp_extension.include_paths(device_type)],
+        include_dirs=[str(headers), *cpp_extension.include_paths(device_type)],
         library_dirs=cpp_extension.library_paths(device_type),
         libraries=["torch_cpu", *linked],
         extra_compile_args={"cxx": cxx, "nvcc": gpu},
+        extra_link_args=["-Wl,-z,defs"] if sys.platform == "linux" else [],  # what is missing fails here, not at load
         language="c++",
     )
 
 
 def cpu_library(flags: Flags) -> Extension:
     built = [f"-DMYVISION_CPU_{name}" for name in INSTRUCTION_SETS if name != "DEFAULT"]
-    return library("_C", sources("common/*.cpp") + operator_glue(), "cpu", [], flags.all() + built, [])
+    return library("_C", sources("common/*.cpp") + operator_glue(), CSRC, "cpu", [], flags.all() + built, [])
 
 
 def gpu_library(flags: Flags, kind: str) -> Extension:
     """The glue once more, registering the GPU implementations, and the kernels."""
     files = operator_glue() + sources("ops/*/*_cuda.cu")
-    cxx = [*flags.all(), "-DMYVISION_GPU", "-DUSE_CUDA"]  # USE_CUDA: torch's C interface declares the current stream
-    gpu = gpu_compiler_flags()
+    cxx, gpu = [*flags.all(), "-DMYVISION_GPU"], gpu_compiler_flags()
     if kind == "hip":
-        return library("_C_cuda", hipify(files), "cuda", ["torch_hip", "amdhip64"], cxx, gpu)
+        return library("_C_cuda", hipify(files), HIP_CSRC, "cuda", ["torch_hip", "amdhip64"], cxx, gpu)
     hidden = [] if WINDOWS else ["-Xcompiler", "-fvisibility=hidden"]
-    return library("_C_cuda", files, "cuda", ["torch_cuda", "cudart"], cxx, gpu + hidden)
+    return library("_C_cuda", files, CSRC, "cuda", ["torch_cuda", "cudart"], cxx, gpu + hidden)
 
 
 def hipify(files: list[str]) -> list[str]:
-    """Translates csrc, headers too, into build/hip and returns the translated paths of `files`."""
+    """Translates a copy of csrc, headers too, and returns the translated paths of `files`."""
     from torch.utils.hipify import hipify_python
 
-    target = ROOT / "build" / "hip"
+    shutil.copytree(CSRC, HIP_CSRC, dirs_exist_ok=True)
     translated = hipify_python.hipify(
-        project_directory=str(ROOT),
-        output_directory=str(target),
-        includes=[str(ROOT / "csrc" / "*")],
+        project_directory=str(HIP_CSRC),
+        output_directory=str(HIP_CSRC),
+        header_include_dirs=[str(HIP_CSRC)],
         extensions=(".cu", ".cuh", ".cpp", ".h"),
-        header_include_dirs=[str(ROOT / "csrc")],
+        hip_clang_launch=True,
         is_pytorch_extension=True,
     )
-    return [os.path.relpath(translated[str(ROOT / file)].hipified_path or ROOT / file, ROOT) for file in files]
+    copies = [HIP_CSRC / Path(file).relative_to("csrc") for file in files]
+    return [Path(translated[str(file)].hipified_path or file).relative_to(ROOT).as_posix() for file in copies]
 
 
 def get_extensions(choice: Configuration) -> list[Extension]:
@@ -333,15 +336,15 @@ def build_ext_command(choice: Configuration) -> type:
     class KernelBuildExtension(BuildExtension):
         """Adds to torch's: CPU kernels compiled once per instruction set, a build directory per library."""
 
-        build_temp: str
+        build_temp: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, no_python_abi_suffix=True)
 
         def finalize_options(self) -> None:
-            super().finalize_options()
             # One place for setup.py, pip wheel and pip install -e, which else compile everything anew.
-            self.build_temp = str(ROOT / "build" / "objects")
+            self.build_temp = os.path.abspath(self.build_temp or ROOT / "build" / "objects")
+            super().finalize_options()
 
         def run(self) -> None:
             self.remove_stale_libraries()
@@ -370,7 +373,7 @@ def build_ext_command(choice: Configuration) -> type:
         def build_extension(self, ext: Extension) -> None:
             shared = self.build_temp
             ext.include_dirs.append(shared)
-            if ext.name == "myvision._C" and sources("ops/*/*_cpu.cpp"):
+            if ext.name == "myvision._C":
                 ext.extra_objects = [o for name in INSTRUCTION_SETS for o in self.compile_kernels(ext, name)]
             self.build_temp = os.path.join(shared, ext.name)  # the glue is compiled differently for each library
             super().build_extension(ext)

@@ -1,7 +1,7 @@
 """Autograd formulas for operators: cheap to call, and right under torch.func and forward-mode AD.
 
 Every private name of torch that the formulas need stands in this module. Where a torch lacks one of them, a formula is
-registered by torch's own public call instead: slower, and forward-mode AD raises.
+registered by torch's own public call instead: slower, and forward-mode AD and torch.func raise.
 """
 
 from __future__ import annotations
@@ -123,10 +123,26 @@ def _single_level_function(derivative: _Derivative, raw: Formula) -> Any:
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         assert derivative.jvp
-        with _set_fwd_grad_enabled(ctx.fwd_grad_enabled):  # for the levels below: jvp of jvp
-            return derivative.jvp(ctx, *tangents[:-1])
+        with _set_fwd_grad_enabled(ctx.fwd_grad_enabled):  # switched off by apply; the levels below need it
+            return derivative.jvp(_PrimalContext(ctx), *tangents[:-1])
 
     return _function_type(_SingleLevelFunction, derivative, forward, backward, jvp if derivative.jvp else None)
+
+
+class _PrimalContext:
+    """A context whose saved tensors are without their tangents, as forward-mode AD is on while the formula runs."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return tuple(
+            None if tensor is None else forward_ad.unpack_dual(tensor).primal for tensor in self._ctx.saved_tensors
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def _function_type(

@@ -42,7 +42,7 @@ def describe(name: str) -> dict[str, str]:
         devices = ["any"]
     return {
         "schema": str(getattr(getattr(torch.ops, NAMESPACE), name).default._schema),
-        "devices": ", ".join(devices),
+        "devices": ", ".join(devices) or "none",
         "dtypes": dtypes(name),
         **{trait: "yes" if any(has_kernel(name, key) for key in keys) else "no" for trait, keys in TRAITS.items()},
     }
@@ -58,4 +58,4 @@ def dtypes(name: str) -> str:
         module = import_module(f"{NAMESPACE}.ops.{name}")
     except ModuleNotFoundError:
         return "-"
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in module.DTYPES)
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in module._DTYPES))

@@ -1,13 +1,11 @@
 #include "common/cpu_kernels.h"
 
-// Weak until every kernel has landed: a missing one is a null pointer, not a library that fails to load.
-
-#define MYVISION_DECLARE_CPU_KERNELS(INSTRUCTION_SET)                                                 \
-  namespace INSTRUCTION_SET {                                                                         \
-  [[gnu::weak]] void my_add(const MyAddParams&);                                                      \
-  [[gnu::weak]] void deform_conv2d_forward(const DeformConv2dParams&);                                \
-  [[gnu::weak]] void deform_conv2d_backward(const DeformConv2dParams&, const DeformConv2dGradients&); \
-  constexpr CpuKernels kernels = {&my_add, &deform_conv2d_forward, &deform_conv2d_backward};          \
+#define MYVISION_DECLARE_CPU_KERNELS(INSTRUCTION_SET)                                        \
+  namespace INSTRUCTION_SET {                                                                \
+  void my_add(const MyAddParams&);                                                           \
+  void deform_conv2d_forward(const DeformConv2dParams&);                                     \
+  void deform_conv2d_backward(const DeformConv2dParams&, const DeformConv2dGradients&);      \
+  constexpr CpuKernels kernels = {&my_add, &deform_conv2d_forward, &deform_conv2d_backward}; \
   }
 
 namespace myvision {

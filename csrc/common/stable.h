@@ -1,7 +1,7 @@
 // The only door to torch: its stable C++ interface, pinned to the oldest torch served.
 #pragma once
 #define TORCH_TARGET_VERSION 0x020b000000000000ULL  // 2.11; not a compiler flag: ATen/cpu/vec refuses to see it
-#ifdef MYVISION_GPU
+#if defined(MYVISION_GPU) && !defined(USE_CUDA)
 #define USE_CUDA  // declares aoti_torch_get_current_cuda_stream, which ROCm builds of torch have as well
 #endif
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

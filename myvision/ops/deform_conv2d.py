@@ -119,23 +119,40 @@ def _pad_to_same_size(
 
 # ---- what the operator returns, and what it rejects: the same as csrc/ops/deform_conv2d/deform_conv2d.cpp ------------
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_LARGEST = 2**20
-_LARGEST_SIDE = 2**31 - 1
-
 
 def _check(holds: Any, message: Callable[[], str]) -> None:
     torch._check(holds, lambda: f"deform_conv2d: {message()}")
 
 
-def _check_rank(name: str, tensor: Tensor, rank: int, layout: str) -> None:
-    _check(tensor.dim() == rank, lambda: f"{name} must have shape {layout}, but has shape {_text(tensor.shape)}")
+def _check_rank(name: str, tensor: Tensor, layout: str) -> None:
+    rank = layout.count(",") + 1
+    _check(
+        tensor.dim() == rank,
+        lambda: f"{name} must have {rank} dimensions ({layout}), but has shape {tuple(tensor.shape)}",
+    )
 
 
-def _check_like_input(name: str, tensor: Tensor, input: Tensor) -> None:
+def _check_shape(name: str, tensor: Tensor, wanted: Sequence[int], layout: str) -> None:
+    for size, wanted_size in zip(tensor.shape, wanted, strict=True):
+        _check(
+            size == wanted_size,
+            lambda: f"{name} must have shape {tuple(wanted)} ({layout}), but has shape {tuple(tensor.shape)}",
+        )
+
+
+def _check_input(input: Tensor) -> None:
+    _check_rank("input", input, "batch, in_channels, height, width")
+    _check(
+        input.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        lambda: f"input must have dtype float64, float32, float16 or bfloat16, but has {_name(input.dtype)}",
+    )
+
+
+def _check_other(name: str, tensor: Tensor, layout: str, input: Tensor) -> None:
+    _check_rank(name, tensor, layout)
     _check(
         tensor.dtype == input.dtype,
-        lambda: f"{name} must have the dtype of input, {_text(input.dtype)}, but has {_text(tensor.dtype)}",
+        lambda: f"{name} must have the dtype of input, {_name(input.dtype)}, but has {_name(tensor.dtype)}",
     )
     _check(
         tensor.device == input.device,
@@ -143,8 +160,13 @@ def _check_like_input(name: str, tensor: Tensor, input: Tensor) -> None:
     )
 
 
-def _check_range(name: str, value: int, least: int) -> None:
-    _check(least <= value <= _LARGEST, lambda: f"{name} must be between {least} and {_LARGEST}, but is {value}")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_range(name: str, value: int, least: int, most: int = 2**20) -> None:
+    _check(least <= value, lambda: f"{name} must be between {least} and {most}, but is {value}")
+    _check(value <= most, lambda: f"{name} must be between {least} and {most}, but is {value}")
 
 
 def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
@@ -153,31 +175,40 @@ def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
         _check_range(name, value, least)
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: Sequence[int], layout: str) -> None:
-    for size, wanted_size in zip(tensor.shape, wanted, strict=True):
+def _check_sizes(input: Tensor, weight: Tensor, groups: int, offset_groups: int) -> None:
+    (_, C, H, W), (K, share, kernel_h, kernel_w) = input.shape, weight.shape
+    _check_range("height (input.shape[2])", H, 1, 2**31 - 1)
+    _check_range("width (input.shape[3])", W, 1, 2**31 - 1)
+    _check_range("kernel height (weight.shape[2])", kernel_h, 1)
+    _check_range("kernel width (weight.shape[3])", kernel_w, 1)
+    _check(
+        share * groups == C,
+        lambda: f"weight.shape[1] ({share}) times groups ({groups}) must be the number of input channels, {C}",
+    )
+    _check(
+        K % groups == 0,
+        lambda: f"out_channels (weight.shape[0] = {K}) must be a multiple of groups ({groups})",
+    )
+    _check(
+        C % offset_groups == 0,
+        lambda: f"in_channels (input.shape[1] = {C}) must be a multiple of offset_groups ({offset_groups})",
+    )
+
+
+def _output_size(
+    input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    kernel = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    image = [size + 2 * p for size, p in zip(input.shape[2:], padding, strict=True)]
+    for i in (0, 1):
         _check(
-            size == wanted_size,
-            lambda: f"{name} must have shape {_text(wanted)} ({layout}), but has shape {_text(tensor.shape)}",
+            kernel[i] <= image[i],
+            lambda: (
+                f"the dilated kernel, {kernel[0]} x {kernel[1]}, must fit into the padded input, "
+                f"{image[0]} x {image[1]}"
+            ),
         )
-
-
-def _text(value: Any) -> str:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(tuple(value))
-
-
-def _check_tensors(input: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
-    _check_rank("input", input, 4, "[batch, in_channels, height, width]")
-    _check(input.dtype in _DTYPES, lambda: f"input must have a floating-point dtype, but has {_text(input.dtype)}")
-    samples = "offset_groups * kernel_height * kernel_width, out_height, out_width"
-    for name, tensor, layout in (
-        ("weight", weight, "[out_channels, in_channels / groups, kernel_height, kernel_width]"),
-        ("offset", offset, f"[batch, 2 * {samples}]"),
-        ("mask", mask, f"[batch, {samples}]"),
-        ("bias", bias, "[out_channels]"),
-    ):
-        if tensor is not None:
-            _check_rank(name, tensor, layout.count(",") + 1, layout)
-            _check_like_input(name, tensor, input)
+    return [(image[i] - kernel[i]) // stride[i] + 1 for i in (0, 1)]
 
 
 def _output_shape(
@@ -193,52 +224,30 @@ def _output_shape(
     offset_groups: int,
 ) -> list[int]:
     """The shape of the output, once every argument is checked."""
-    _check_tensors(input, weight, offset, mask, bias)
+    samples_layout = "offset_groups * kernel_height * kernel_width, out_height, out_width"
+    offset_layout, mask_layout = f"batch, 2 * {samples_layout}", f"batch, {samples_layout}"
+    _check_input(input)
+    _check_other("weight", weight, "out_channels, in_channels / groups, kernel_height, kernel_width", input)
+    _check_other("offset", offset, offset_layout, input)
+    if mask is not None:
+        _check_other("mask", mask, mask_layout, input)
+    if bias is not None:
+        _check_other("bias", bias, "out_channels", input)
     _check_pair("stride", stride, 1)
     _check_pair("padding", padding, 0)
     _check_pair("dilation", dilation, 1)
     _check_range("groups", groups, 1)
     _check_range("offset_groups", offset_groups, 1)
-    (N, _, *image), (K, _, *kernel_size) = input.shape, weight.shape
-    _check_range("kernel height (weight.shape[2])", kernel_size[0], 1)
-    _check_range("kernel width (weight.shape[3])", kernel_size[1], 1)
-    _check_channels(input, weight, groups, offset_groups)
-    for side in image:
-        _check(
-            1 <= side <= _LARGEST_SIDE,
-            lambda: (
-                f"height and width of input must be between 1 and {_LARGEST_SIDE}, but are {image[0]} and {image[1]}"
-            ),
-        )
-    room = [image[i] + 2 * padding[i] - dilation[i] * (kernel_size[i] - 1) - 1 for i in (0, 1)]
-    for r in room:
-        _check(r >= 0, lambda: "the dilated kernel must fit into the padded input, but is larger")
-    output_size = [room[i] // stride[i] + 1 for i in (0, 1)]
-
-    taps = kernel_size[0] * kernel_size[1]
-    samples = "offset_groups * kernel_height * kernel_width, out_height, out_width"
-    _check_shape("offset", offset, (N, 2 * offset_groups * taps, *output_size), f"batch, 2 * {samples}")
+    _check_sizes(input, weight, groups, offset_groups)
+    N, (K, _, kernel_h, kernel_w) = input.shape[0], weight.shape
+    output_size = _output_size(input, weight, stride, padding, dilation)
+    samples = offset_groups * kernel_h * kernel_w
+    _check_shape("offset", offset, (N, 2 * samples, *output_size), offset_layout)
     if mask is not None:
-        _check_shape("mask", mask, (N, offset_groups * taps, *output_size), f"batch, {samples}")
+        _check_shape("mask", mask, (N, samples, *output_size), mask_layout)
     if bias is not None:
         _check_shape("bias", bias, (K,), "out_channels")
     return [N, K, *output_size]
-
-
-def _check_channels(input: Tensor, weight: Tensor, groups: int, offset_groups: int) -> None:
-    C, (K, share) = input.shape[1], weight.shape[:2]
-    _check(
-        share * groups == C,
-        lambda: f"weight.shape[1] ({share}) times groups ({groups}) must be the number of input channels, {C}",
-    )
-    _check(
-        K % groups == 0,
-        lambda: f"out_channels (weight.shape[0] = {K}) must be a multiple of groups ({groups})",
-    )
-    _check(
-        C % offset_groups == 0,
-        lambda: f"in_channels (input.shape[1] = {C}) must be a multiple of offset_groups ({offset_groups})",
-    )
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -267,8 +276,7 @@ def _fake_backward(
     *geometry, output_mask, _deterministic = args
     shape = _output_shape(input, weight, offset, mask, None, *geometry)
     layout = "batch, out_channels, out_height, out_width"
-    _check_rank("grad_output", grad_output, 4, f"[{layout}]")
-    _check_like_input("grad_output", grad_output, input)
+    _check_other("grad_output", grad_output, layout, input)
     _check_shape("grad_output", grad_output, shape, layout)
     _check(len(output_mask) == 5, lambda: f"output_mask must have 5 elements, but has {len(output_mask)}")
     _check(

@@ -5,7 +5,6 @@
 #include <limits>
 #include <ostream>
 #include <sstream>
-#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -27,44 +26,26 @@ struct Shape {
 };
 
 std::ostream& operator<<(std::ostream& out, Shape shape) {
-  out << '[';
+  out << '(';
   for (size_t i = 0; i < shape.sizes.size(); ++i) out << (i ? ", " : "") << shape.sizes[i];
-  return out << ']';
+  return out << (shape.sizes.size() == 1 ? ",)" : ")");
 }
 
 template <typename... Parts>
 void check(bool holds, const Parts&... parts) {
-  if (holds) return;
-  std::ostringstream message;
-  message << "deform_conv2d: ";
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
+  MYVISION_CHECK(holds, "deform_conv2d: ", parts...);
 }
 
 // ------------------------------------------------------------------------------------------------ checks
+// In the order in which myvision/ops/deform_conv2d.py makes them for the fake.
 struct Geometry {
   IntArray stride, padding, dilation;
   int64_t groups, offset_groups;
 };
 
 void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
-  check(tensor.dim() == rank, name, " must have shape ", layout, ", but has shape ", Shape{tensor.sizes()});
-}
-
-void check_like_input(const char* name, const Tensor& tensor, const Tensor& input) {
-  check(tensor.scalar_type() == input.scalar_type(), name, " must have the dtype of input, ",
-        toString(input.scalar_type()), ", but has ", toString(tensor.scalar_type()));
-  check(tensor.device() == input.device(), name, " must be on the device of input, but is on another one");
-}
-
-void check_range(const char* name, int64_t value, int64_t minimum) {
-  check(value >= minimum && value <= kMaxGeometry, name, " must be between ", minimum, " and ", kMaxGeometry,
-        ", but is ", value);
-}
-
-void check_pair(const char* name, IntArray pair, int64_t minimum) {
-  check(pair.size() == 2, name, " must have 2 elements (height, width), but has ", pair.size());
-  for (int64_t value : pair) check_range(name, value, minimum);
+  check(tensor.dim() == rank, name, " must have ", rank, " dimensions (", layout, "), but has shape ",
+        Shape{tensor.sizes()});
 }
 
 void check_shape(const char* name, const Tensor& tensor, IntArray wanted, const char* layout) {
@@ -73,54 +54,33 @@ void check_shape(const char* name, const Tensor& tensor, IntArray wanted, const 
         Shape{sizes});
 }
 
-Dtype floating_dtype(const Tensor& input) {
-  switch (input.scalar_type()) {
-    case ScalarType::Double:
-      return Dtype::Float64;
-    case ScalarType::Float:
-      return Dtype::Float32;
-    case ScalarType::Half:
-      return Dtype::Float16;
-    case ScalarType::BFloat16:
-      return Dtype::BFloat16;
-    default:
-      check(false, "input must have dtype float64, float32, float16 or bfloat16, but has ",
-            toString(input.scalar_type()));
-      return {};
-  }
+void check_like_input(const char* name, const Tensor& tensor, const Tensor& input) {
+  check(tensor.scalar_type() == input.scalar_type(), name, " must have the dtype of input, ",
+        name_of(input.scalar_type()), ", but has ", name_of(tensor.scalar_type()));
+  check(same_device(tensor, input), name, " must be on the device of input, ", device_name(input), ", but is on ",
+        device_name(tensor));
 }
 
-// How many times a kernel fits along one axis; 0 where it does not, for which the division alone would give 1.
-int64_t output_size(int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
-  const int64_t room = size + 2 * padding - dilation * (kernel - 1) - 1;
-  return room < 0 ? 0 : room / stride + 1;
+void check_range(const char* name, int64_t value, int64_t least, int64_t most = kMaxGeometry) {
+  check(value >= least && value <= most, name, " must be between ", least, " and ", most, ", but is ", value);
 }
 
-Strided4 strided(const Tensor& tensor, const void* data) {
-  Strided4 view{const_cast<void*>(data), {}};
-  const IntArray strides = tensor.strides();
-  for (size_t i = 0; i < strides.size(); ++i) view.stride[i] = strides[i];
-  return view;
+void check_pair(const char* name, IntArray pair, int64_t least) {
+  check(pair.size() == 2, name, " must have 2 elements (height, width), but has ", pair.size());
+  for (int64_t value : pair) check_range(name, value, least);
 }
 
-Strided4 readable(const Tensor& tensor) { return strided(tensor, tensor.const_data_ptr()); }
-Strided4 writable(const Tensor& tensor) { return strided(tensor, tensor.mutable_data_ptr()); }
+Dtype check_input(const Tensor& input) {
+  check_rank("input", input, 4, "batch, in_channels, height, width");
+  const std::optional<Dtype> dtype = to_dtype(input.scalar_type());
+  check(dtype == Dtype::Float64 || dtype == Dtype::Float32 || dtype == Dtype::Float16 || dtype == Dtype::BFloat16,
+        "input must have dtype float64, float32, float16 or bfloat16, but has ", name_of(input.scalar_type()));
+  return *dtype;
+}
 
-void check_tensors(const Tensor& input, const Tensor& weight, const Tensor& offset, const std::optional<Tensor>& mask,
-                   const std::optional<Tensor>& bias) {
-  check_rank("input", input, 4, "[batch, in_channels, height, width]");
-  check_rank("weight", weight, 4, "[out_channels, in_channels / groups, kernel_height, kernel_width]");
-  check_rank("offset", offset, 4, "[batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width]");
-  check_like_input("weight", weight, input);
-  check_like_input("offset", offset, input);
-  if (mask) {
-    check_rank("mask", *mask, 4, "[batch, offset_groups * kernel_height * kernel_width, out_height, out_width]");
-    check_like_input("mask", *mask, input);
-  }
-  if (bias) {
-    check_rank("bias", *bias, 1, "[out_channels]");
-    check_like_input("bias", *bias, input);
-  }
+void check_other(const char* name, const Tensor& tensor, int64_t rank, const char* layout, const Tensor& input) {
+  check_rank(name, tensor, rank, layout);
+  check_like_input(name, tensor, input);
 }
 
 void check_geometry(const Geometry& geometry) {
@@ -131,53 +91,68 @@ void check_geometry(const Geometry& geometry) {
   check_range("offset_groups", geometry.offset_groups, 1);
 }
 
-void check_channels(const DeformConv2dParams& p, int64_t weight_channels) {
+void check_sizes(const DeformConv2dParams& p, int64_t share) {
+  check_range("height (input.shape[2])", p.height, 1, kMaxSide);
+  check_range("width (input.shape[3])", p.width, 1, kMaxSide);
   check_range("kernel height (weight.shape[2])", p.kernel_h, 1);
   check_range("kernel width (weight.shape[3])", p.kernel_w, 1);
-  check(p.height >= 1 && p.height <= kMaxSide && p.width >= 1 && p.width <= kMaxSide,
-        "height and width of input must be between 1 and ", kMaxSide, ", but are ", p.height, " and ", p.width);
-  check(p.in_channels % p.groups == 0 && p.in_channels / p.groups == weight_channels, "weight.shape[1] (",
-        weight_channels, ") times groups (", p.groups, ") must be the number of input channels, ", p.in_channels);
+  check(p.in_channels % p.groups == 0 && p.in_channels / p.groups == share, "weight.shape[1] (", share,
+        ") times groups (", p.groups, ") must be the number of input channels, ", p.in_channels);
   check(p.out_channels % p.groups == 0, "out_channels (weight.shape[0] = ", p.out_channels,
         ") must be a multiple of groups (", p.groups, ")");
   check(p.in_channels % p.offset_groups == 0, "in_channels (input.shape[1] = ", p.in_channels,
         ") must be a multiple of offset_groups (", p.offset_groups, ")");
-  check(p.out_height > 0 && p.out_width > 0,
-        "the dilated kernel must fit into the padded input, but the output would be ", p.out_height, " x ",
-        p.out_width);
 }
+
+void set_output_size(DeformConv2dParams& p) {
+  const int64_t kernel_h = p.dilation_h * (p.kernel_h - 1) + 1, kernel_w = p.dilation_w * (p.kernel_w - 1) + 1;
+  const int64_t height = p.height + 2 * p.padding_h, width = p.width + 2 * p.padding_w;
+  check(kernel_h <= height && kernel_w <= width, "the dilated kernel, ", kernel_h, " x ", kernel_w,
+        ", must fit into the padded input, ", height, " x ", width);
+  p.out_height = (height - kernel_h) / p.stride_h + 1;
+  p.out_width = (width - kernel_w) / p.stride_w + 1;
+}
+
+Strided4 strided(const Tensor& tensor, const void* data) {
+  Strided4 view{const_cast<void*>(data), {}};
+  std::ranges::copy(tensor.strides(), view.stride);
+  return view;
+}
+
+Strided4 readable(const Tensor& tensor) { return strided(tensor, tensor.const_data_ptr()); }
+Strided4 writable(const Tensor& tensor) { return strided(tensor, tensor.mutable_data_ptr()); }
 
 // Checks every argument and describes the call; the output is still to be set.
 DeformConv2dParams checked_params(const Tensor& input, const Tensor& weight, const Tensor& offset,
                                   const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
                                   const Geometry& geometry) {
-  check_tensors(input, weight, offset, mask, bias);
-  check_geometry(geometry);
+  constexpr const char* kOffsetLayout =
+      "batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width";
+  constexpr const char* kMaskLayout = "batch, offset_groups * kernel_height * kernel_width, out_height, out_width";
   DeformConv2dParams p{};
-  p.dtype = floating_dtype(input);
+  p.dtype = check_input(input);
+  check_other("weight", weight, 4, "out_channels, in_channels / groups, kernel_height, kernel_width", input);
+  check_other("offset", offset, 4, kOffsetLayout, input);
+  if (mask) check_other("mask", *mask, 4, kMaskLayout, input);
+  if (bias) check_other("bias", *bias, 1, "out_channels", input);
+  check_geometry(geometry);
+
   p.batch = input.size(0), p.in_channels = input.size(1), p.height = input.size(2), p.width = input.size(3);
   p.out_channels = weight.size(0), p.kernel_h = weight.size(2), p.kernel_w = weight.size(3);
   p.stride_h = geometry.stride[0], p.stride_w = geometry.stride[1];
   p.padding_h = geometry.padding[0], p.padding_w = geometry.padding[1];
   p.dilation_h = geometry.dilation[0], p.dilation_w = geometry.dilation[1];
   p.groups = geometry.groups, p.offset_groups = geometry.offset_groups;
-  p.out_height = output_size(p.height, p.kernel_h, p.stride_h, p.padding_h, p.dilation_h);
-  p.out_width = output_size(p.width, p.kernel_w, p.stride_w, p.padding_w, p.dilation_w);
-  check_channels(p, weight.size(1));
+  check_sizes(p, weight.size(1));
+  set_output_size(p);
 
   const int64_t samples = p.offset_groups * p.kernel_h * p.kernel_w;
-  check_shape("offset", offset, {p.batch, 2 * samples, p.out_height, p.out_width},
-              "batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width");
+  check_shape("offset", offset, {p.batch, 2 * samples, p.out_height, p.out_width}, kOffsetLayout);
+  if (mask) check_shape("mask", *mask, {p.batch, samples, p.out_height, p.out_width}, kMaskLayout);
+  if (bias) check_shape("bias", *bias, {p.out_channels}, "out_channels");
   p.input = readable(input), p.weight = readable(weight), p.offset = readable(offset);
-  if (mask) {
-    check_shape("mask", *mask, {p.batch, samples, p.out_height, p.out_width},
-                "batch, offset_groups * kernel_height * kernel_width, out_height, out_width");
-    p.mask = readable(*mask);
-  }
-  if (bias) {
-    check_shape("bias", *bias, {p.out_channels}, "out_channels");
-    p.bias = readable(*bias);
-  }
+  if (mask) p.mask = readable(*mask);
+  if (bias) p.bias = readable(*bias);
   return p;
 }
 
@@ -205,15 +180,12 @@ Tensor new_output(const DeformConv2dParams& p, const Tensor& input, const Tensor
 
 // ------------------------------------------------------------------------------------------------ launch
 #ifdef MYVISION_GPU
-// Runs launch(workspace, stream), which returns null or an error text, on the device and current stream of `input`.
+// Runs launch(workspace, stream), which returns null or an error text, on the GPU of `input`.
 template <typename Launch>
 void run_on_gpu(const Tensor& input, int64_t workspace_bytes, const Launch& launch) {
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.get_device_index(), &stream));
+  const GpuScope gpu(input);
   const Tensor workspace = torch::stable::new_empty(input, {workspace_bytes}, ScalarType::Byte);
-  const char* error = launch(workspace.mutable_data_ptr(), stream);
-  check(error == nullptr, error);
+  check_launch("deform_conv2d", launch(workspace.mutable_data_ptr(), gpu.stream()));
 }
 
 void run_forward(const DeformConv2dParams& params, const Tensor& input) {
@@ -267,10 +239,10 @@ Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input,
                                  const std::vector<bool>& output_mask, bool deterministic) {
   const Geometry geometry{stride, padding, dilation, groups, offset_groups};
   DeformConv2dParams params = checked_params(input, weight, offset, mask, std::nullopt, geometry);
-  check_rank("grad_output", grad_output, 4, "[batch, out_channels, out_height, out_width]");
-  check_like_input("grad_output", grad_output, input);
+  constexpr const char* kOutputLayout = "batch, out_channels, out_height, out_width";
+  check_other("grad_output", grad_output, 4, kOutputLayout, input);
   check_shape("grad_output", grad_output, {params.batch, params.out_channels, params.out_height, params.out_width},
-              "batch, out_channels, out_height, out_width");
+              kOutputLayout);
   check(output_mask.size() == 5, "output_mask must have 5 elements, but has ", output_mask.size());
   check(mask || !output_mask[3], "output_mask asks for the gradient of mask, but mask is None");
 
@@ -292,23 +264,19 @@ Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input,
 
 }  // namespace
 
-#ifdef MYVISION_GPU
-STABLE_TORCH_LIBRARY_IMPL(myvision, CUDA, library) {
-#else
-STABLE_TORCH_LIBRARY_FRAGMENT(myvision, library) {
-  library.def(
+}  // namespace myvision
+
+MYVISION_SCHEMAS(m) {
+  m.def(
       "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor? mask, Tensor? bias, int[2] stride, "
       "int[2] padding, int[2] dilation, int groups, int offset_groups) -> Tensor");
-  library.def(
+  m.def(
       "_deform_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor offset, Tensor? mask, "
       "int[2] stride, int[2] padding, int[2] dilation, int groups, int offset_groups, bool[5] output_mask, "
       "bool deterministic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(myvision, CPU, library) {
-#endif
-  library.impl("deform_conv2d", TORCH_BOX(&deform_conv2d));
-  library.impl("_deform_conv2d_backward", TORCH_BOX(&deform_conv2d_backward));
+MYVISION_IMPLEMENTATIONS(m) {
+  m.impl("deform_conv2d", TORCH_BOX(&myvision::deform_conv2d));
+  m.impl("_deform_conv2d_backward", TORCH_BOX(&myvision::deform_conv2d_backward));
 }
-
-}  // namespace myvision

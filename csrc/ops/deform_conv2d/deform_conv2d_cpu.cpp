@@ -1,167 +1,557 @@
-// deform_conv2d on the CPU, element by element: plain, until the fused kernel takes its place.
-#include "ops/deform_conv2d/deform_conv2d.h"
+// deform_conv2d on the CPU: sampling fused with a register-blocked matrix product. Compiled once per instruction set.
+//
+// Images are copied, a few at a time, to slices of a block of channels each: channels last, in the type computed in,
+// with a border of zeros. Then
+//   forward   per tile of output pixels, per unit of channels: sample the columns, product += columns x weight;
+//   backward  per unit, per tile: column gradient = output gradient x weight^T; scatter it, resample the columns, dot
+//             products for the offsets; weight gradient += columns^T x output gradient.
+// A unit belongs to one worker in backward, so nothing is atomic and every sum has a fixed order. Only the offset and
+// mask gradients (summed over the channels) and the weight gradient (over the images) are kept apart per worker and
+// added up.
+//
+// Per output pixel forward does 2 K C T operations in the product (K output channels, C input channels a group, T taps)
+// and 8 C T in the sampling; the product is the limit unless K is small. No buffer grows with the batch.
+#include <cstring>
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
-#include <type_traits>
-#include <vector>
-
-#include "common/cpu_kernels.h"
+#include "common/gemm.h"
 #include "common/parallel.h"
-#include "ops/deform_conv2d/deform_conv2d_math.h"
+#include "common/vec_io.h"
+#include "common/workspace.h"
+#include "ops/deform_conv2d/deform_conv2d.h"
+#include "ops/deform_conv2d/deform_conv2d_layout.h"
+#include "ops/deform_conv2d/deform_conv2d_sampling.h"
 
 namespace myvision::CPU_CAPABILITY {
 namespace {
 
-template <typename T>
-using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
+constexpr int64_t kImageBytes = int64_t(12) << 20;  // of slices or output gradients held at a time, if an image fits
+constexpr int64_t kProductDepth = 256;              // rows of a packed panel multiplied at a time: they stay in L1
+constexpr int64_t kSerialOperations = int64_t(1) << 18;  // fewer are not worth waking threads for
 
-template <typename T>
-T& at(const Strided4& t, int64_t i, int64_t j, int64_t k, int64_t l) {
-  return static_cast<T*>(t.data)[i * t.stride[0] + j * t.stride[1] + k * t.stride[2] + l * t.stride[3]];
+// Row pitch for a matrix of `columns`: an odd number of cache lines, so that rows do not compete for cache sets.
+int64_t padded_row(int64_t columns) {
+  return round_up(columns, 16) / 16 % 2 ? round_up(columns, 16) : round_up(columns, 16) + 16;
 }
 
-// Accumulates a gradient in Real, then writes it in T.
-template <typename T>
-struct Accumulator {
-  const Strided4& target;
-  int64_t size[4];
-  std::vector<Real<T>> sum = std::vector<Real<T>>(target.data ? size[0] * size[1] * size[2] * size[3] : 0);
-
-  void add(int64_t i, int64_t j, int64_t k, int64_t l, Real<T> value) {
-    if (target.data) sum[((i * size[1] + j) * size[2] + k) * size[3] + l] += value;
+// Calls f with the number of vectors as a constant where it is 1 ... 4, else with 0: any number.
+template <typename F>
+void with_vectors(int64_t vectors, const F& f) {
+  switch (vectors) {
+    case 1:
+      return f(std::integral_constant<int, 1>());
+    case 2:
+      return f(std::integral_constant<int, 2>());
+    case 3:
+      return f(std::integral_constant<int, 3>());
+    case 4:
+      return f(std::integral_constant<int, 4>());
+    default:
+      return f(std::integral_constant<int, 0>());
   }
-  ~Accumulator() {
-    if (!target.data) return;
-    auto value = sum.begin();
-    for (int64_t i = 0; i < size[0]; i++)
-      for (int64_t j = 0; j < size[1]; j++)
-        for (int64_t k = 0; k < size[2]; k++)
-          for (int64_t l = 0; l < size[3]; l++) at<T>(target, i, j, k, l) = static_cast<T>(*value++);
-  }
-};
+}
 
-template <typename T>
-struct Sampler {
-  using R = Real<T>;
+// What forward and backward share. In is the type in memory, T the one computed in.
+template <typename In, typename T = Compute<In>>
+struct Common {
+  static constexpr int64_t kVector = Vec<T>::size();
+  static constexpr int64_t kPanel = GemmTile<T>::kCols;
+
   const DeformConv2dParams& p;
-  int64_t n, og, tap, oh, ow;
-  AxisSample<R> y =
-      axis_sample(sample_position(oh, p.stride_h, p.padding_h, tap / p.kernel_w, p.dilation_h, offset(0)), p.height);
-  AxisSample<R> x =
-      axis_sample(sample_position(ow, p.stride_w, p.padding_w, tap % p.kernel_w, p.dilation_w, offset(1)), p.width);
-  bool inside = y.inside && x.inside;
-  int64_t channel = og * p.kernel_h * p.kernel_w + tap;
-  R mask = p.mask.data ? R(at<T>(p.mask, n, channel, oh, ow)) : R(1);
+  const Layout l;
+  const int64_t workers;
+  const Tiling tiling;
+  const int64_t group_outputs, panels;      // output channels of a group, and the panels they fill
+  const int64_t unit_columns, columns_row;  // most columns of a unit in one range of taps, and their pitch in a tile
+  const int64_t weight_range, weight_unit;  // elements of the packed weight of a range, of a unit
 
-  R offset(int axis) const { return at<T>(p.offset, n, (og * p.kernel_h * p.kernel_w + tap) * 2 + axis, oh, ow); }
-  bool has(int64_t row, int64_t column) const {
-    return inside && row >= 0 && row < p.height && column >= 0 && column < p.width;
+  Common(const DeformConv2dParams& params, int64_t units_wanted)
+      : p(params),
+        l(params, kVector, units_wanted),
+        workers(worthwhile_threads(params)),
+        tiling(params, tile_pixels(params, workers)),
+        group_outputs(params.out_channels / params.groups),
+        panels(ceil_div(group_outputs, kPanel)),
+        unit_columns(l.blocks_per_unit * l.block_channels * l.range_taps),
+        columns_row(padded_row(round_up(unit_columns, kPanel) + kVector)),
+        weight_range(panels * kPanel * unit_columns),
+        weight_unit(weight_range * l.ranges) {}
+
+  static int64_t worthwhile_threads(const DeformConv2dParams& p) {
+    const double operations = double(p.batch) * p.out_height * p.out_width * p.out_channels *
+                              (p.in_channels / p.groups) * (p.kernel_h * p.kernel_w);
+    return operations < kSerialOperations ? 1 : num_threads();
   }
-  R pixel(int64_t c, int dy, int dx) const {
-    return has(y.low + dy, x.low + dx) ? R(at<T>(p.input, n, c, y.low + dy, x.low + dx)) : R(0);
+  static int64_t tile_pixels(const DeformConv2dParams& p, int64_t workers) {
+    const int64_t share = ceil_div(std::max(p.batch, int64_t(1)) * p.out_height * p.out_width, workers);
+    return std::min(std::max(share, int64_t(32)), kTilePixels);
   }
-  R value(int64_t c) const {
-    return (1 - y.fraction) * ((1 - x.fraction) * pixel(c, 0, 0) + x.fraction * pixel(c, 0, 1)) +
-           y.fraction * ((1 - x.fraction) * pixel(c, 1, 0) + x.fraction * pixel(c, 1, 1));
+
+  static const In* at(const Strided4& tensor, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
+    return static_cast<const In*>(tensor.data) + i0 * tensor.stride[0] + i1 * tensor.stride[1] + i2 * tensor.stride[2] +
+           i3 * tensor.stride[3];
   }
-  R slope_y(int64_t c) const {
-    return (1 - x.fraction) * (pixel(c, 1, 0) - pixel(c, 0, 0)) + x.fraction * (pixel(c, 1, 1) - pixel(c, 0, 1));
+  static In* out(const Strided4& tensor, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
+    return const_cast<In*>(at(tensor, i0, i1, i2, i3));
   }
-  R slope_x(int64_t c) const {
-    return (1 - y.fraction) * (pixel(c, 0, 1) - pixel(c, 0, 0)) + y.fraction * (pixel(c, 1, 1) - pixel(c, 1, 0));
+
+  // ---- slices
+  void load_slice(int64_t image, const Block& block, T* slice) const {
+    const int64_t row = l.pitch * l.block_channels;
+    std::memset(slice, 0, row * sizeof(T));
+    std::memset(slice + (p.height + 1) * row, 0, 2 * row * sizeof(T));
+    for (int64_t y = 0; y < p.height; ++y) {
+      T* to = slice + (y + 1) * row;
+      std::memset(to, 0, l.block_channels * sizeof(T));
+      std::memset(to + (p.width + 1) * l.block_channels, 0, l.block_channels * sizeof(T));
+      load_pixels(at(p.input, image, block.channel, y), p.input.stride[1], p.input.stride[3], block.channels, p.width,
+                  to + l.block_channels, l.block_channels);
+    }
+  }
+  void store_slice(const T* slice, int64_t image, const Block& block, const Strided4& to) const {
+    for (int64_t y = 0; y < p.height; ++y)
+      store_pixels(slice + ((y + 1) * l.pitch + 1) * l.block_channels, l.block_channels, block.channels, p.width,
+                   out(to, image, block.channel, y), to.stride[1], to.stride[3]);
+  }
+
+  // ---- weights
+  // Packed, a unit's weight stands as [range of taps][panel of outputs][column][kPanel outputs].
+  T* packed_range(T* packed, const Unit& unit, int64_t range) const {
+    return packed + unit.index * weight_unit + range * weight_range;
+  }
+
+  // Is every output channel's weight one run of memory?
+  bool contiguous(const Strided4& weight) const {
+    return (p.kernel_w == 1 || weight.stride[3] == 1) && (p.kernel_h == 1 || weight.stride[2] == p.kernel_w) &&
+           (l.group_channels == 1 || weight.stride[1] == l.taps);
+  }
+  // Between a weight of any strides and a contiguous one.
+  void copy_weight(const Strided4& weight, T* to) const {
+    parallel_tasks(workers, p.out_channels, [&](int64_t k, int64_t) {
+      T* row = to + k * l.group_channels * l.taps;
+      for (int64_t y = 0; y < p.kernel_h; ++y)
+        transpose<T>(at(weight, k, 0, y), weight.stride[3], p.kernel_w, l.group_channels, row + y * p.kernel_w, l.taps);
+    });
+  }
+
+  // Packs a unit's weight (PACK), or unpacks its gradient. `weight` is contiguous, rows `outputs_row` apart.
+  template <bool PACK, typename W>
+  void convert_weight(const Unit& unit, W* weight, int64_t outputs_row, T* packed) const {
+    for (int64_t b = unit.first_block; b < unit.last_block; ++b) {
+      const Block block(l, b);
+      W* from = weight + unit.group * group_outputs * outputs_row + block.channel % l.group_channels * l.taps;
+      for (int64_t k = 0; k < panels * kPanel; k += kVector)
+        convert_outputs<PACK>(unit, block, from + k * outputs_row, outputs_row, group_outputs - k, packed, k);
+    }
+  }
+  // The same for kVector output channels of a block, of which `outputs` exist. Columns change order from [channel][tap]
+  // to [tap][channel].
+  template <bool PACK, typename W>
+  void convert_outputs(const Unit& unit, const Block& block, W* weight, int64_t outputs_row, int64_t outputs, T* packed,
+                       int64_t k) const {
+    const int64_t m = std::clamp(outputs, int64_t(0), kVector);
+    int64_t channel = 0, tap = 0;
+    for (int64_t j = 0; j < block.channels * l.taps; j += kVector) {
+      const int64_t n = std::min(kVector, block.channels * l.taps - j);
+      T* place[kVector];
+      for (int64_t i = 0; i < n; ++i) {
+        const TapRange taps(l, tap / l.range_taps);
+        const int64_t column =
+            (block.channel - unit.channel) * taps.count + (tap - taps.first) * block.channels + channel;
+        place[i] = packed_range(packed, unit, tap / l.range_taps) +
+                   (k / kPanel * unit.channels * taps.count + column) * kPanel + k % kPanel;
+        if (++tap == l.taps) tap = 0, ++channel;
+      }
+      Vec<T> square[kVector];
+      if constexpr (PACK) {
+        for (int64_t r = 0; r < kVector; ++r)
+          square[r] = r < m ? load<T>(weight + r * outputs_row + j, n) : Vec<T>(T(0));
+        transpose<T>(square);
+        for (int64_t i = 0; i < n; ++i) square[i].store(place[i]);
+      } else {
+        for (int64_t i = 0; i < kVector; ++i) square[i] = i < n ? Vec<T>::loadu(place[i]) : Vec<T>(T(0));
+        transpose<T>(square);
+        for (int64_t r = 0; r < m; ++r) store(square[r], weight + r * outputs_row + j, n);
+      }
+    }
+  }
+
+  // Runs f(weight, row) with the weight, contiguous.
+  template <typename F>
+  void with_contiguous_weight(const F& f) const {
+    const int64_t row = l.group_channels * l.taps;
+    if (contiguous(p.weight)) return f(at(p.weight, 0), p.weight.stride[0]);
+    const Workspace copy(p.out_channels * row * sizeof(T));
+    copy_weight(p.weight, copy.as<T>());
+    f(static_cast<const T*>(copy.as<T>()), row);
+  }
+
+  // ---- sampling
+  void plan_block(int64_t image, const Block& block, const Tile& tile, const TapRange& taps, T* plan) const {
+    const int64_t first = block.offset_group * l.taps;
+    make_plan(p, l, at(p.offset, image, 2 * first), p.mask.data ? at(p.mask, image, first) : nullptr, tile, taps, plan);
+  }
+  void sample_block(const T* plan, const T* slice, const Unit& unit, const Block& block, const Tile& tile,
+                    const TapRange& taps, T* columns) const {
+    with_vectors(ceil_div(block.channels, kVector), [&](auto vectors) {
+      sample<vectors.value>(plan, slice, l.block_channels, l.pitch, tile, taps.count, block.channels,
+                            columns + (block.channel - unit.channel) * taps.count, columns_row);
+    });
   }
 };
 
-template <typename T>
-void forward(const DeformConv2dParams& p) {
-  using R = Real<T>;
-  const int64_t group_in = p.in_channels / p.groups, group_out = p.out_channels / p.groups;
-  const int64_t share = std::max<int64_t>(p.in_channels / p.offset_groups, 1), taps = p.kernel_h * p.kernel_w;
-  parallel_for(0, p.batch * p.out_height, 1, [&](int64_t first, int64_t last) {
-    std::vector<R> column(p.in_channels * taps);
-    for (int64_t row = first; row < last; row++)
-      for (int64_t ow = 0; ow < p.out_width; ow++) {
-        const int64_t n = row / p.out_height, oh = row % p.out_height;
-        for (int64_t c = 0; c < p.in_channels; c++)
-          for (int64_t tap = 0; tap < taps; tap++) {
-            const Sampler<T> s{p, n, c / share, tap, oh, ow};
-            column[c * taps + tap] = s.inside ? s.mask * s.value(c) : 0;
+// ----------------------------------------------------------------------------------------------------------------
+// forward
+template <typename In, typename T = Compute<In>>
+struct Forward : Common<In, T> {
+  using Base = Common<In, T>;
+  using Base::kPanel, Base::kVector, Base::l, Base::p, Base::tiling, Base::workers;
+
+  const int64_t product_row = padded_row(Base::panels * kPanel);
+  const int64_t plan_size = l.range_taps * kPlanTap;
+  const int64_t scratch_size = plan_size + tiling.pixels() * (Base::columns_row + product_row);
+  const int64_t images = std::clamp(kImageBytes / int64_t(l.blocks(p) * l.slice() * sizeof(T)), int64_t(1), p.batch);
+
+  const Workspace packed{int64_t(l.units * Base::weight_unit * sizeof(T))};
+  const Workspace bias{int64_t(p.groups * product_row * sizeof(T))};
+  const Workspace slices{int64_t((images * l.blocks(p) * l.slice() + kVector) * sizeof(T))};
+  const Workspace scratch{int64_t(workers * scratch_size * sizeof(T))};
+
+  explicit Forward(const DeformConv2dParams& params) : Base(params, 1) {}
+
+  void run() {
+    load_bias();
+    Base::with_contiguous_weight([&](const auto* weight, int64_t row) {
+      parallel_tasks(workers, l.units, [&](int64_t unit, int64_t) {
+        Base::template convert_weight<true>(Unit(l, unit), weight, row, packed.template as<T>());
+      });
+    });
+    const int64_t blocks = l.blocks(p);
+    for (int64_t first = 0; first < p.batch; first += images) {
+      const int64_t count = std::min(images, p.batch - first);
+      parallel_tasks(workers, count * blocks, [&](int64_t i, int64_t) {
+        Base::load_slice(first + i / blocks, Block(l, i % blocks), slices.template as<T>() + i * l.slice());
+      });
+      parallel_tasks(workers, count * tiling.count, [&](int64_t i, int64_t worker) {
+        const int64_t n = i / tiling.count;
+        run_tile(first + n, slices.template as<T>() + n * blocks * l.slice(), tiling[i % tiling.count],
+                 scratch.template as<T>() + worker * scratch_size);
+      });
+    }
+  }
+
+  void load_bias() {
+    std::memset(bias.template as<T>(), 0, p.groups * product_row * sizeof(T));
+    if (!p.bias.data) return;
+    for (int64_t g = 0; g < p.groups; ++g)
+      copy_row<T>(Base::at(p.bias, g * Base::group_outputs), p.bias.stride[0], Base::group_outputs,
+                  bias.template as<T>() + g * product_row, 1);
+  }
+
+  void run_tile(int64_t image, const T* image_slices, const Tile& tile, T* plan) const {
+    T *columns = plan + plan_size, *product = columns + tiling.pixels() * Base::columns_row;
+    int64_t planned = -1;  // the offset group and range of taps in the plan
+    for (int64_t g = 0; g < p.groups; ++g) {
+      for (int64_t q = 0; q < tile.pixels(); ++q)
+        std::memcpy(product + q * product_row, bias.template as<T>() + g * product_row, product_row * sizeof(T));
+      for (int64_t u = g * l.units_per_group; u < (g + 1) * l.units_per_group; ++u) {
+        const Unit unit(l, u);
+        for (int64_t range = 0; range < l.ranges; ++range) {
+          const TapRange taps(l, range);
+          for (int64_t b = unit.first_block; b < unit.last_block; ++b) {
+            const Block block(l, b);
+            if (planned != block.offset_group * l.ranges + range) {
+              planned = block.offset_group * l.ranges + range;
+              Base::plan_block(image, block, tile, taps, plan);
+            }
+            Base::sample_block(plan, image_slices + b * l.slice(), unit, block, tile, taps, columns);
           }
-        for (int64_t k = 0; k < p.out_channels; k++) {
-          R sum = p.bias.data ? R(at<T>(p.bias, k, 0, 0, 0)) : R(0);
-          for (int64_t c = 0; c < group_in; c++)
-            for (int64_t tap = 0; tap < taps; tap++)
-              sum += R(at<T>(p.weight, k, c, tap / p.kernel_w, tap % p.kernel_w)) *
-                     column[(k / group_out * group_in + c) * taps + tap];
-          at<T>(p.output, n, k, oh, ow) = static_cast<T>(sum);
+          multiply(unit, range, unit.channels * taps.count, tile.pixels(), columns, product);
         }
       }
-  });
-}
+      store_tile(product, image, g, tile);
+    }
+  }
 
-template <typename T>
-void backward(const DeformConv2dParams& p, const DeformConv2dGradients& g) {
-  using R = Real<T>;
-  const int64_t group_in = p.in_channels / p.groups, group_out = p.out_channels / p.groups;
-  const int64_t share = std::max<int64_t>(p.in_channels / p.offset_groups, 1), taps = p.kernel_h * p.kernel_w;
-  Accumulator<T> input{g.input, {p.batch, p.in_channels, p.height, p.width}};
-  Accumulator<T> weight{g.weight, {p.out_channels, group_in, p.kernel_h, p.kernel_w}};
-  Accumulator<T> offset{g.offset, {p.batch, 2 * p.offset_groups * taps, p.out_height, p.out_width}};
-  Accumulator<T> mask{g.mask, {p.batch, p.offset_groups * taps, p.out_height, p.out_width}};
-  Accumulator<T> bias{g.bias, {p.out_channels, 1, 1, 1}};
-  for (int64_t n = 0; n < p.batch; n++)
-    for (int64_t oh = 0; oh < p.out_height; oh++)
-      for (int64_t ow = 0; ow < p.out_width; ow++) {
-        for (int64_t k = 0; k < p.out_channels; k++) bias.add(k, 0, 0, 0, R(at<T>(p.output, n, k, oh, ow)));
-        for (int64_t c = 0; c < p.in_channels; c++)
-          for (int64_t tap = 0; tap < taps; tap++) {
-            const Sampler<T> s{p, n, c / share, tap, oh, ow};
-            if (!s.inside) continue;
-            const int64_t row = tap / p.kernel_w, column = tap % p.kernel_w, group = c / group_in;
-            const R value = s.value(c);
-            R grad = 0;
-            for (int64_t k = group * group_out; k < (group + 1) * group_out; k++) {
-              const R grad_output = at<T>(p.output, n, k, oh, ow);
-              grad += R(at<T>(p.weight, k, c % group_in, row, column)) * grad_output;
-              weight.add(k, c % group_in, row, column, grad_output * s.mask * value);
-            }
-            mask.add(n, s.channel, oh, ow, grad * value);
-            offset.add(n, 2 * s.channel, oh, ow, grad * s.mask * s.slope_y(c));
-            offset.add(n, 2 * s.channel + 1, oh, ow, grad * s.mask * s.slope_x(c));
-            for (int dy = 0; dy < 2; dy++)
-              for (int dx = 0; dx < 2; dx++)
-                if (s.has(s.y.low + dy, s.x.low + dx))
-                  input.add(
-                      n, c, s.y.low + dy, s.x.low + dx,
-                      grad * s.mask * (dy ? s.y.fraction : 1 - s.y.fraction) * (dx ? s.x.fraction : 1 - s.x.fraction));
-          }
+  void multiply(const Unit& unit, int64_t range, int64_t depth, int64_t pixels, const T* columns, T* product) const {
+    const T* weight = Base::packed_range(packed.template as<T>(), unit, range);
+    for (int64_t panel = 0; panel < Base::panels; ++panel, weight += depth * kPanel)
+      gemm_panel<T>({columns, Base::columns_row, 1}, {weight, kPanel}, pixels, depth, product + panel * kPanel,
+                    product_row, true, weight + depth * kPanel);
+  }
+
+  void store_tile(const T* product, int64_t image, int64_t group, const Tile& tile) const {
+    for (int64_t y = 0; y < tile.height; ++y)
+      store_pixels(product + y * tile.width * product_row, product_row, Base::group_outputs, tile.width,
+                   Base::out(p.output, image, group * Base::group_outputs, tile.y + y, tile.x), p.output.stride[1],
+                   p.output.stride[3]);
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// backward
+template <typename In, typename T = Compute<In>>
+struct Backward : Common<In, T> {
+  using Base = Common<In, T>;
+  using Base::kPanel, Base::kVector, Base::l, Base::p, Base::tiling, Base::workers;
+
+  const DeformConv2dGradients& grad;
+  const bool want_offsets = grad.offset.data || grad.mask.data;
+  const bool want_columns = grad.input.data || want_offsets;  // the gradient of the columns
+
+  // Workers form a grid: shares of the units times shares of the images.
+  const int64_t grad_row = padded_row(p.out_channels + kPanel);
+  const int64_t grad_image = tiling.count * tiling.pixels() * grad_row;
+  const int64_t images =
+      std::clamp(kImageBytes / int64_t(grad_image * sizeof(T)), int64_t(1), std::max(p.batch, int64_t(1)));
+  const int64_t unit_shares = std::min(workers, l.units);
+  const int64_t image_shares = std::clamp(workers / unit_shares, int64_t(1), images);
+
+  const int64_t packed_size = round_up(Base::unit_columns, kPanel) * Base::group_outputs;  // of a unit and range
+  const int64_t unit_slices = l.blocks_per_unit * l.slice() + kVector;
+  const int64_t scratch_size = l.range_taps * kPlanTap + tiling.pixels() * Base::columns_row + 2 * unit_slices;
+  const int64_t out_image = p.out_height * p.out_width;
+  const int64_t offsets_image = p.offset_groups * l.taps * 3 * out_image;
+  const int64_t weight_size = l.units * Base::weight_unit;
+
+  const Workspace gradients{int64_t((images * grad_image + kPanel) * sizeof(T))};  // [image][tile][pixel][channel]
+  const Workspace packed{int64_t(want_columns ? l.units * l.ranges * packed_size * sizeof(T) : 1)};
+  const Workspace scratch{int64_t(unit_shares * image_shares * scratch_size * sizeof(T))};
+  const Workspace offset_sums{int64_t(want_offsets ? unit_shares * images * offsets_image * sizeof(T) : 1)};
+  const Workspace weight_sums{int64_t(grad.weight.data ? image_shares * weight_size * sizeof(T) : 1)};
+  const Workspace bias_sums{int64_t((images * tiling.count + 1) * p.out_channels * sizeof(T))};  // last: of all so far
+
+  Backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients)
+      : Base(params, Base::worthwhile_threads(params)), grad(gradients) {}
+
+  T* bias_total() const { return bias_sums.template as<T>() + images * tiling.count * p.out_channels; }
+
+  void run() {
+    if (want_columns) pack_weight();
+    if (grad.weight.data) clear(weight_sums, image_shares * weight_size);
+    std::fill_n(bias_total(), p.out_channels, T(0));
+    for (int64_t first = 0; first < p.batch; first += images) {
+      const int64_t count = std::min(images, p.batch - first);
+      parallel_tasks(workers, count * tiling.count, [&](int64_t i, int64_t) { load_tile(first, i); });
+      if (grad.bias.data) add_bias(count * tiling.count);
+      if (want_offsets) clear(offset_sums, unit_shares * images * offsets_image);
+      if (want_columns || grad.weight.data) run_units(first, count);
+      if (want_offsets) store_offsets(first, count);
+    }
+    if (grad.weight.data) store_weight();
+    if (grad.bias.data) copy_row<T>(bias_total(), 1, p.out_channels, Base::out(grad.bias, 0), grad.bias.stride[0]);
+  }
+
+  void clear(const Workspace& sums, int64_t count) const {
+    parallel_for(0, count, 1 << 16, [&](int64_t first, int64_t last) {
+      std::memset(sums.template as<T>() + first, 0, (last - first) * sizeof(T));
+    });
+  }
+
+  // ---- the gradient of the output, and of the bias
+  T* tile_gradient(int64_t image, int64_t tile) const {
+    return gradients.template as<T>() + (image * tiling.count + tile) * tiling.pixels() * grad_row;
+  }
+  void load_tile(int64_t first, int64_t i) const {
+    const int64_t image = i / tiling.count;
+    const Tile tile = tiling[i % tiling.count];
+    T* to = tile_gradient(image, i % tiling.count);
+    for (int64_t y = 0; y < tile.height; ++y)
+      load_pixels(Base::at(p.output, first + image, 0, tile.y + y, tile.x), p.output.stride[1], p.output.stride[3],
+                  p.out_channels, tile.width, to + y * tile.width * grad_row, grad_row);
+    if (!grad.bias.data) return;
+    T* sum = bias_sums.template as<T>() + i * p.out_channels;
+    std::fill_n(sum, p.out_channels, T(0));
+    for (int64_t q = 0; q < tile.pixels(); ++q)
+      for (int64_t k = 0; k < p.out_channels; ++k) sum[k] += to[q * grad_row + k];
+  }
+  void add_bias(int64_t tiles) const {
+    for (int64_t i = 0; i < tiles; ++i)
+      for (int64_t k = 0; k < p.out_channels; ++k)
+        bias_total()[k] += bias_sums.template as<T>()[i * p.out_channels + k];
+  }
+
+  // ---- weight^T in panels of columns: [unit][range][panel][output][kPanel columns]
+  T* packed_columns(const Unit& unit, int64_t range) const {
+    return packed.template as<T>() + (unit.index * l.ranges + range) * packed_size;
+  }
+  void pack_weight() const {
+    const Workspace by_outputs(l.units * Base::weight_unit * sizeof(T));
+    Base::with_contiguous_weight([&](const auto* weight, int64_t row) {
+      parallel_tasks(workers, l.units, [&](int64_t u, int64_t) {
+        const Unit unit(l, u);
+        Base::template convert_weight<true>(unit, weight, row, by_outputs.template as<T>());
+        for (int64_t range = 0; range < l.ranges; ++range)
+          turn_panels(Base::packed_range(by_outputs.template as<T>(), unit, range),
+                      unit.channels * TapRange(l, range).count, packed_columns(unit, range));
+      });
+    });
+  }
+  void turn_panels(const T* by_outputs, int64_t columns, T* to) const {
+    const int64_t outputs = Base::group_outputs;
+    std::memset(to, 0, round_up(columns, kPanel) * outputs * sizeof(T));
+    for (int64_t k = 0; k < outputs; k += kPanel)
+      for (int64_t j = 0; j < columns; j += kPanel)
+        transpose<T>(by_outputs + (k / kPanel * columns + j) * kPanel, kPanel, std::min(kPanel, columns - j),
+                     std::min(kPanel, outputs - k), to + (j / kPanel * outputs + k) * kPanel, kPanel);
+  }
+
+  // ---- the work
+  void run_units(int64_t first, int64_t count) const {
+    parallel_for(0, unit_shares * image_shares, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t worker = begin; worker < end; ++worker) {
+        const int64_t i = worker % unit_shares, j = worker / unit_shares;
+        for (int64_t u = i * l.units / unit_shares; u < (i + 1) * l.units / unit_shares; ++u)
+          for (int64_t n = j * count / image_shares; n < (j + 1) * count / image_shares; ++n)
+            run_unit(Unit(l, u), first + n, n, offset_sums.template as<T>() + (i * images + n) * offsets_image,
+                     weight_sums.template as<T>() + j * weight_size, scratch.template as<T>() + worker * scratch_size);
       }
-}
+    });
+  }
 
-template <typename Run>
-void dispatch(Dtype dtype, const Run& run) {
+  void run_unit(const Unit& unit, int64_t image, int64_t n, T* offsets, T* weights, T* plan) const {
+    T* columns = plan + l.range_taps * kPlanTap;
+    T* slices = columns + tiling.pixels() * Base::columns_row;
+    T* grad_slices = slices + unit_slices;
+    for (int64_t b = unit.first_block; b < unit.last_block; ++b)
+      Base::load_slice(image, Block(l, b), slices + (b - unit.first_block) * l.slice());
+    if (grad.input.data) std::memset(grad_slices, 0, unit_slices * sizeof(T));
+    for (int64_t i = 0; i < tiling.count; ++i) {
+      const Tile tile = tiling[i];
+      const T* gradient = tile_gradient(n, i) + unit.group * Base::group_outputs;
+      for (int64_t range = 0; range < l.ranges; ++range) {
+        const TapRange taps(l, range);
+        const int64_t depth = unit.channels * taps.count;
+        if (want_columns) multiply_columns(gradient, packed_columns(unit, range), tile.pixels(), depth, columns);
+        for (int64_t b = unit.first_block; b < unit.last_block; ++b) {
+          const Block block(l, b);
+          const int64_t at = (b - unit.first_block) * l.slice();
+          Base::plan_block(image, block, tile, taps, plan);
+          if (!want_columns) {
+            Base::sample_block(plan, slices + at, unit, block, tile, taps, columns);
+            continue;
+          }
+          sample_block_backward(plan, slices + at, grad_slices + at, unit, block, tile, taps, columns);
+          if (want_offsets)
+            add_offset_gradients(plan, tile, taps, p.out_height, p.out_width,
+                                 offsets + block.offset_group * l.taps * 3 * out_image);
+        }
+        if (grad.weight.data)
+          multiply_weight(columns, gradient, tile.pixels(), depth, Base::packed_range(weights, unit, range));
+      }
+    }
+    if (!grad.input.data) return;
+    for (int64_t b = unit.first_block; b < unit.last_block; ++b)
+      Base::store_slice(grad_slices + (b - unit.first_block) * l.slice(), image, Block(l, b), grad.input);
+  }
+
+  void sample_block_backward(T* plan, const T* slice, T* grad_slice, const Unit& unit, const Block& block,
+                             const Tile& tile, const TapRange& taps, T* columns) const {
+    const auto go = [&](auto vectors, auto input, auto weight) {
+      sample_backward<vectors.value, input.value, weight.value>(
+          plan, slice, grad_slice, l.block_channels, l.pitch, tile, taps.count, block.channels,
+          columns + (block.channel - unit.channel) * taps.count, Base::columns_row);
+    };
+    with_vectors(ceil_div(block.channels, kVector), [&](auto vectors) {
+      if (grad.input.data && grad.weight.data)
+        go(vectors, std::true_type(), std::true_type());
+      else if (grad.input.data)
+        go(vectors, std::true_type(), std::false_type());
+      else if (grad.weight.data)
+        go(vectors, std::false_type(), std::true_type());
+      else
+        go(vectors, std::false_type(), std::false_type());
+    });
+  }
+
+  // columns = gradient x weight^T
+  void multiply_columns(const T* gradient, const T* weight, int64_t pixels, int64_t depth, T* columns) const {
+    const int64_t outputs = Base::group_outputs;
+    for (int64_t k = 0; k < outputs; k += kProductDepth)
+      for (int64_t j = 0; j < depth; j += kPanel) {
+        const T* panel = weight + (j / kPanel * outputs + k) * kPanel;
+        gemm_panel<T>({gradient + k, grad_row, 1}, {panel, kPanel}, pixels, std::min(kProductDepth, outputs - k),
+                      columns + j, Base::columns_row, k > 0, panel + outputs * kPanel);
+      }
+  }
+
+  // sums += columns^T x gradient; outputs past the group's are the next group's and fall on padding
+  void multiply_weight(const T* columns, const T* gradient, int64_t pixels, int64_t depth, T* sums) const {
+    for (int64_t panel = 0; panel < Base::panels; ++panel)
+      gemm_panel<T>({columns, 1, Base::columns_row}, {gradient + panel * kPanel, grad_row}, depth, pixels,
+                    sums + panel * depth * kPanel, kPanel, true, gradient + (panel + 1) * kPanel);
+  }
+
+  // ---- sums of the workers -> gradients
+  static void add_shares(T* sums, int64_t shares, int64_t size, int64_t first, int64_t last) {
+    for (int64_t share = 1; share < shares; ++share)
+      for (int64_t i = first; i < last; ++i) sums[i] += sums[share * size + i];
+  }
+
+  void store_offsets(int64_t first, int64_t count) const {
+    const int64_t per_image = p.offset_groups * l.taps;
+    parallel_tasks(workers, count * per_image, [&](int64_t i, int64_t) {
+      const int64_t n = i / per_image, tap = i % per_image;
+      T* sums = offset_sums.template as<T>() + n * offsets_image + tap * 3 * out_image;
+      add_shares(sums, unit_shares, images * offsets_image, 0, 3 * out_image);
+      for (int64_t y = 0; y < p.out_height; ++y) {
+        const auto put = [&](const Strided4& to, int64_t channel, const T* from) {
+          if (to.data)
+            copy_row<T>(from + y * p.out_width, 1, p.out_width, Base::out(to, first + n, channel, y), to.stride[3]);
+        };
+        put(grad.offset, 2 * tap, sums);
+        put(grad.offset, 2 * tap + 1, sums + out_image);
+        put(grad.mask, tap, sums + 2 * out_image);
+      }
+    });
+  }
+
+  void store_weight() const {
+    T* sums = weight_sums.template as<T>();
+    parallel_for(0, weight_size, 1 << 14,
+                 [&](int64_t first, int64_t last) { add_shares(sums, image_shares, weight_size, first, last); });
+    const int64_t row = l.group_channels * l.taps;
+    if (Base::contiguous(grad.weight)) return unpack_weight(Base::out(grad.weight, 0), grad.weight.stride[0]);
+    const Workspace contiguous(p.out_channels * row * sizeof(T));
+    unpack_weight(contiguous.template as<T>(), row);
+    parallel_tasks(workers, p.out_channels, [&](int64_t k, int64_t) {
+      for (int64_t c = 0; c < l.group_channels; ++c)
+        for (int64_t y = 0; y < p.kernel_h; ++y)
+          copy_row<T>(contiguous.template as<T>() + k * row + c * l.taps + y * p.kernel_w, 1, p.kernel_w,
+                      Base::out(grad.weight, k, c, y), grad.weight.stride[3]);
+    });
+  }
+  template <typename W>
+  void unpack_weight(W* weight, int64_t row) const {
+    parallel_tasks(workers, l.units, [&](int64_t unit, int64_t) {
+      Base::template convert_weight<false>(Unit(l, unit), weight, row, weight_sums.template as<T>());
+    });
+  }
+};
+
+// Calls f with a null pointer to the element type.
+template <typename F>
+void with_type(Dtype dtype, const F& f) {
   switch (dtype) {
     case Dtype::Float64:
-      return run(double{});
-    case Dtype::Float32:
-      return run(float{});
+      return f(static_cast<double*>(nullptr));
     case Dtype::Float16:
-      return run(torch::headeronly::Half{});
+      return f(static_cast<c10::Half*>(nullptr));
+    case Dtype::BFloat16:
+      return f(static_cast<c10::BFloat16*>(nullptr));
     default:
-      return run(torch::headeronly::BFloat16{});
+      return f(static_cast<float*>(nullptr));
   }
 }
 
 }  // namespace
 
 void deform_conv2d_forward(const DeformConv2dParams& params) {
-  dispatch(params.dtype, [&](auto t) { forward<decltype(t)>(params); });
+  with_type(params.dtype, [&](auto* type) { Forward<std::remove_pointer_t<decltype(type)>>(params).run(); });
 }
 
 void deform_conv2d_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
-  dispatch(params.dtype, [&](auto t) { backward<decltype(t)>(params, gradients); });
+  with_type(params.dtype,
+            [&](auto* type) { Backward<std::remove_pointer_t<decltype(type)>>(params, gradients).run(); });
 }
 
 }  // namespace myvision::CPU_CAPABILITY

@@ -1,0 +1,141 @@
+// Loads, stores and transposes for the CPU kernels, with conversion between the element type in memory (float, double,
+// c10::Half, c10::BFloat16) and the type T computed in (float or double). Compiled once per instruction set.
+#pragma once
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace myvision::CPU_CAPABILITY {
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+// The type computed in: half types in float.
+template <typename In>
+using Compute = std::conditional_t<std::is_same_v<In, double>, double, float>;
+
+template <typename T, typename In>
+inline Vec<T> load(const In* from) {
+  Vec<T> result;
+  if constexpr (std::is_same_v<T, In>)
+    result = Vec<T>::loadu(from);
+  else if constexpr (std::is_same_v<In, c10::Half>)
+    at::vec::load_fp32_from_fp16(from, result);
+  else
+    at::vec::load_fp32_from_bf16(from, result);
+  return result;
+}
+
+// The first n elements, zeros after them.
+template <typename T, typename In>
+inline Vec<T> load(const In* from, int64_t n) {
+  if (n >= Vec<T>::size()) return load<T>(from);
+  alignas(64) In padded[Vec<T>::size()] = {};
+  std::memcpy(padded, from, n * sizeof(In));
+  return load<T>(padded);
+}
+
+template <typename T, typename Out>
+inline void store(const Vec<T>& value, Out* to, int64_t n = Vec<T>::size()) {
+  if constexpr (std::is_same_v<T, Out>) {
+    if (n >= Vec<T>::size()) return value.store(to);
+    value.store(to, static_cast<int>(n));
+  } else {
+    alignas(64) Out converted[2 * Vec<T>::size()];
+    if constexpr (std::is_same_v<Out, c10::Half>)
+      at::vec::convert_float_half(value, value).store(converted);
+    else
+      at::vec::convert_float_bfloat16(value, value).store(converted);
+    if (n >= Vec<T>::size())
+      std::memcpy(to, converted, Vec<T>::size() * sizeof(Out));
+    else
+      std::memcpy(to, converted, n * sizeof(Out));
+  }
+}
+
+// Transposes a square of Vec<T>::size() rows in registers.
+template <typename T>
+inline void transpose(Vec<T>* rows) {
+  constexpr int kSize = Vec<T>::size();
+#if defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<T, float>) {
+    __m256 pair[8], quad[8];
+    for (int i = 0; i < 8; i += 2) {
+      pair[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+      pair[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+      for (int j = 0; j < 2; ++j) {
+        quad[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
+        quad[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xEE);
+      }
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x20);
+      rows[i + 4] = _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x31);
+    }
+    return;
+  }
+#endif
+  // Interleaving row i with row i + kSize / 2 rotates the bits of (row, column); log2(kSize) turns swap the two.
+  for (int turn = 1; turn < kSize; turn *= 2) {
+    Vec<T> next[kSize];
+    for (int i = 0; i < kSize / 2; ++i) {
+      const auto [low, high] = at::vec::interleave2(rows[i], rows[i + kSize / 2]);
+      next[2 * i] = low;
+      next[2 * i + 1] = high;
+    }
+    std::copy(next, next + kSize, rows);
+  }
+}
+
+// to[j * to_row + i] = from[i * from_row + j]
+template <typename T, typename In, typename Out>
+inline void transpose(const In* from, int64_t from_row, int64_t rows, int64_t columns, Out* to, int64_t to_row) {
+  constexpr int64_t kSize = Vec<T>::size();
+  for (int64_t i = 0; i < rows; i += kSize)
+    for (int64_t j = 0; j < columns; j += kSize) {
+      const int64_t m = std::min(kSize, rows - i), n = std::min(kSize, columns - j);
+      Vec<T> square[kSize];
+      for (int64_t r = 0; r < m; ++r) square[r] = load<T>(from + (i + r) * from_row + j, n);
+      for (int64_t r = m; r < kSize; ++r) square[r] = Vec<T>(T(0));
+      transpose<T>(square);
+      for (int64_t c = 0; c < n; ++c) store(square[c], to + (j + c) * to_row + i, m);
+    }
+}
+
+// to[i * to_stride] = from[i * from_stride]
+template <typename T, typename In, typename Out>
+inline void copy_row(const In* from, int64_t from_stride, int64_t n, Out* to, int64_t to_stride) {
+  if (from_stride == 1 && to_stride == 1) {
+    for (int64_t i = 0; i < n; i += Vec<T>::size()) store(load<T>(from + i, n - i), to + i, n - i);
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i * to_stride] = static_cast<Out>(static_cast<T>(from[i * from_stride]));
+  }
+}
+
+// A row of pixels of a tensor with any strides -> channels last, pixels `pitch` apart.
+template <typename T, typename In>
+inline void load_pixels(const In* from, int64_t channel_stride, int64_t pixel_stride, int64_t channels, int64_t pixels,
+                        T* to, int64_t pitch) {
+  if (pixel_stride == 1 && channel_stride != 1)
+    transpose<T>(from, channel_stride, channels, pixels, to, pitch);
+  else
+    for (int64_t i = 0; i < pixels; ++i)
+      copy_row<T>(from + i * pixel_stride, channel_stride, channels, to + i * pitch, 1);
+}
+
+// The way back.
+template <typename T, typename Out>
+inline void store_pixels(const T* from, int64_t pitch, int64_t channels, int64_t pixels, Out* to,
+                         int64_t channel_stride, int64_t pixel_stride) {
+  if (pixel_stride == 1 && channel_stride != 1)
+    transpose<T>(from, pitch, pixels, channels, to, channel_stride);
+  else
+    for (int64_t i = 0; i < pixels; ++i)
+      copy_row<T>(from + i * pitch, 1, channels, to + i * pixel_stride, channel_stride);
+}
+
+}  // namespace myvision::CPU_CAPABILITY

@@ -1,0 +1,220 @@
+// Bilinear sampling of deform_conv2d on the CPU, and its derivative, over one tile of output pixels.
+//
+// A plan holds, for every tap and pixel of a tile, where to sample and with which weights. It is a table of kPlanRows
+// rows of kTilePixels numbers per tap. Slices are padded with a border of zeros, so no corner needs a test: points
+// outside the image are sent to the border below it, with weight 0.
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/vec_io.h"
+#include "ops/deform_conv2d/deform_conv2d_layout.h"
+#include "ops/deform_conv2d/deform_conv2d_math.h"
+
+namespace myvision::CPU_CAPABILITY {
+
+// Rows of a plan. Corner: the weight of each corner, mask included; backward replaces it by the dot product of that
+// corner with the gradient of the column. First: the first corner as a pixel of the padded slice, an integer in the
+// bits.
+enum PlanRow { kCorner00, kCorner01, kCorner10, kCorner11, kFirst, kMask, kFractionY, kFractionX, kPlanRows };
+constexpr int64_t kPlanTap = kPlanRows * kTilePixels;  // numbers per tap
+
+template <typename T>
+using PixelIndex = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+
+// Fills the plan for the taps of a range. offset and mask are one image's, from the first channel of the offset group.
+template <typename T, typename In>
+void make_plan(const DeformConv2dParams& p, const Layout& l, const In* offset, const In* mask, const Tile& tile,
+               const TapRange& taps, T* plan) {
+  const auto outside = static_cast<PixelIndex<T>>((p.height + 1) * l.pitch);
+  const auto pitch = static_cast<PixelIndex<T>>(l.pitch);
+  T grid_x[kTileWidth], offset_y[kTileWidth], offset_x[kTileWidth];
+  for (int64_t t = 0; t < taps.count; ++t) {
+    const int64_t tap = taps.first + t, tap_y = tap / p.kernel_w, tap_x = tap % p.kernel_w;
+    for (int64_t i = 0; i < tile.width; ++i)
+      grid_x[i] = sample_position(tile.x + i, p.stride_w, p.padding_w, tap_x, p.dilation_w, T(0));
+    for (int64_t row = 0; row < tile.height; ++row) {
+      T* out = plan + t * kPlanTap + row * tile.width;
+      const In* at =
+          offset + 2 * tap * p.offset.stride[1] + (tile.y + row) * p.offset.stride[2] + tile.x * p.offset.stride[3];
+      copy_row<T>(at, p.offset.stride[3], tile.width, offset_y, 1);
+      copy_row<T>(at + p.offset.stride[1], p.offset.stride[3], tile.width, offset_x, 1);
+      if (mask)
+        copy_row<T>(mask + tap * p.mask.stride[1] + (tile.y + row) * p.mask.stride[2] + tile.x * p.mask.stride[3],
+                    p.mask.stride[3], tile.width, out + kMask * kTilePixels, 1);
+      else
+        std::fill_n(out + kMask * kTilePixels, tile.width, T(1));
+      const T grid_y = sample_position(tile.y + row, p.stride_h, p.padding_h, tap_y, p.dilation_h, T(0));
+      for (int64_t i = 0; i < tile.width; ++i) {
+        const auto y = axis_sample(grid_y + offset_y[i], p.height), x = axis_sample(grid_x[i] + offset_x[i], p.width);
+        const bool inside = y.inside & x.inside;
+        const T m = inside ? out[kMask * kTilePixels + i] : T(0);
+        const T fy = inside ? y.fraction : T(0), fx = inside ? x.fraction : T(0);
+        const T lower = m * fy, upper = m - lower;
+        const PixelIndex<T> first = (y.low + 1) * pitch + (x.low + 1);
+        out[kCorner00 * kTilePixels + i] = upper - upper * fx;
+        out[kCorner01 * kTilePixels + i] = upper * fx;
+        out[kCorner10 * kTilePixels + i] = lower - lower * fx;
+        out[kCorner11 * kTilePixels + i] = lower * fx;
+        out[kFirst * kTilePixels + i] = std::bit_cast<T>(inside ? first : outside);
+        out[kFractionY * kTilePixels + i] = fy;
+        out[kFractionX * kTilePixels + i] = fx;
+      }
+    }
+  }
+}
+
+// Calls body(q, t) for the pixels and taps of a tile: all taps of a pixel in turn, down the columns of the tile, so
+// that a sampled pixel is still in the L1 cache when its neighbours want it.
+template <typename Body>
+inline void for_each_sample(const Tile& tile, int64_t taps, const Body& body) {
+  for (int64_t x = 0; x < tile.width; ++x)
+    for (int64_t y = 0; y < tile.height; ++y)
+      for (int64_t t = 0; t < taps; ++t) body(y * tile.width + x, t);
+}
+
+// The four corners of a sample in a padded slice, and their weights.
+template <typename T>
+struct Corners {
+  int64_t at, right, below;  // elements
+  Vec<T> w00, w01, w10, w11;
+  Corners(const T* plan, int64_t pixel_channels, int64_t pitch)
+      : at(std::bit_cast<PixelIndex<T>>(plan[kFirst * kTilePixels]) * pixel_channels),
+        right(pixel_channels),
+        below(pitch * pixel_channels),
+        w00(plan[kCorner00 * kTilePixels]),
+        w01(plan[kCorner01 * kTilePixels]),
+        w10(plan[kCorner10 * kTilePixels]),
+        w11(plan[kCorner11 * kTilePixels]) {}
+};
+
+// The columns of a block: columns[q * row + t * channels + c]. The last vector of a sample may reach past `channels`,
+// into the place of the next sample, which is written later: rows must come in order, with a vector to spare at their
+// end.
+template <int VECTORS, typename T>
+void sample(const T* plan, const T* slice, int64_t pixel_channels, int64_t pitch, const Tile& tile, int64_t taps,
+            int64_t channels, T* columns, int64_t row) {
+  const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, Vec<T>::size());
+  for_each_sample(tile, taps, [&](int64_t q, int64_t t) {
+    const Corners<T> corner(plan + t * kPlanTap + q, pixel_channels, pitch);
+    const T *top = slice + corner.at, *low = top + corner.below;
+    T* out = columns + q * row + t * channels;
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < vectors; ++v) {
+      const int64_t c = v * Vec<T>::size();
+      Vec<T> sum = corner.w00 * Vec<T>::loadu(top + c);
+      sum = at::vec::fmadd(corner.w01, Vec<T>::loadu(top + corner.right + c), sum);
+      sum = at::vec::fmadd(corner.w10, Vec<T>::loadu(low + c), sum);
+      sum = at::vec::fmadd(corner.w11, Vec<T>::loadu(low + corner.right + c), sum);
+      sum.store(out + c);
+    }
+  });
+}
+
+// sums[i] = the sum of the lanes of v[i]
+template <typename T>
+inline void lane_sums(const Vec<T> (&v)[4], T* sums) {
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float>) {
+    __m256 half[4];
+    for (int i = 0; i < 4; ++i) {
+#if defined(CPU_CAPABILITY_AVX512)
+      half[i] = _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+#else
+      half[i] = v[i];
+#endif
+    }
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+    return;
+  }
+#endif
+  for (int i = 0; i < 4; ++i) {
+    T lanes[Vec<T>::size()];
+    v[i].store(lanes);
+    sums[i] = T(0);
+    for (int j = 0; j < Vec<T>::size(); ++j) sums[i] += lanes[j];
+  }
+}
+
+// All bits set in the lanes of the last vector of `channels`, none in those past it.
+template <typename T>
+inline Vec<T> last_lanes(int64_t channels) {
+  T bits[Vec<T>::size()];
+  std::memset(bits, 0, sizeof(bits));
+  std::memset(bits, 0xff, ((channels - 1) % Vec<T>::size() + 1) * sizeof(T));
+  return Vec<T>::loadu(bits);
+}
+
+// The derivative of sample(). `columns` holds the gradient of the columns. It is scattered into the padded slice
+// grad_slice (where INPUT), its dot products with the corners take the place of their weights in the plan, and the
+// columns themselves, which the gradient of the weight wants, take its own place (where WEIGHT).
+template <int VECTORS, bool INPUT, bool WEIGHT, typename T>
+void sample_backward(T* plan, const T* slice, T* grad_slice, int64_t pixel_channels, int64_t pitch, const Tile& tile,
+                     int64_t taps, int64_t channels, T* columns, int64_t row) {
+  const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, Vec<T>::size());
+  const bool ragged = channels % Vec<T>::size() != 0;
+  const Vec<T> lanes = last_lanes<T>(channels);
+  for_each_sample(tile, taps, [&](int64_t q, int64_t t) {
+    T* const place = plan + t * kPlanTap + q;
+    const Corners<T> corner(place, pixel_channels, pitch);
+    T* const out = columns + q * row + t * channels;
+    Vec<T> dot[4] = {Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0))};
+    const auto step = [&](int64_t c, const auto& keep) {
+      const T *top = slice + corner.at + c, *low = top + corner.below;
+      const Vec<T> g = keep(Vec<T>::loadu(out + c));
+      const Vec<T> x00 = keep(Vec<T>::loadu(top)), x01 = keep(Vec<T>::loadu(top + corner.right));
+      const Vec<T> x10 = keep(Vec<T>::loadu(low)), x11 = keep(Vec<T>::loadu(low + corner.right));
+      dot[0] = at::vec::fmadd(g, x00, dot[0]);
+      dot[1] = at::vec::fmadd(g, x01, dot[1]);
+      dot[2] = at::vec::fmadd(g, x10, dot[2]);
+      dot[3] = at::vec::fmadd(g, x11, dot[3]);
+      if constexpr (WEIGHT) {
+        Vec<T> sum = at::vec::fmadd(corner.w01, x01, corner.w00 * x00);
+        sum = at::vec::fmadd(corner.w11, x11, at::vec::fmadd(corner.w10, x10, sum));
+        sum.store(out + c, static_cast<int>(std::min<int64_t>(channels - c, Vec<T>::size())));
+      }
+      if constexpr (INPUT) {
+        T *grad_top = grad_slice + corner.at + c, *grad_low = grad_top + corner.below;
+        const auto add = [&](T* to, const Vec<T>& w) { (Vec<T>::loadu(to) + keep(w * g)).store(to); };
+        add(grad_top, corner.w00);
+        add(grad_top + corner.right, corner.w01);
+        add(grad_low, corner.w10);
+        add(grad_low + corner.right, corner.w11);
+      }
+    };
+    const int64_t whole = ragged ? vectors - 1 : vectors;
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < whole; ++v) step(v * Vec<T>::size(), [](const Vec<T>& x) { return x; });
+    if (ragged) step(whole * Vec<T>::size(), [&](const Vec<T>& x) { return x & lanes; });
+    T sums[4];
+    lane_sums<T>(dot, sums);
+    for (int i = 0; i < 4; ++i) place[(kCorner00 + i) * kTilePixels] = sums[i];
+  });
+}
+
+// Dot products in the plan -> gradients of the offset's two channels and of the mask, added to sums[tap][3][pixels of
+// the image].
+template <typename T>
+void add_offset_gradients(const T* plan, const Tile& tile, const TapRange& taps, int64_t out_height, int64_t out_width,
+                          T* sums) {
+  const int64_t image = out_height * out_width;
+  for (int64_t t = 0; t < taps.count; ++t)
+    for (int64_t row = 0; row < tile.height; ++row) {
+      const T* in = plan + t * kPlanTap + row * tile.width;
+      T* out = sums + (taps.first + t) * 3 * image + (tile.y + row) * out_width + tile.x;
+      for (int64_t i = 0; i < tile.width; ++i) {
+        const T d00 = in[kCorner00 * kTilePixels + i], d01 = in[kCorner01 * kTilePixels + i];
+        const T d10 = in[kCorner10 * kTilePixels + i], d11 = in[kCorner11 * kTilePixels + i];
+        const T mask = in[kMask * kTilePixels + i];
+        const T fy = in[kFractionY * kTilePixels + i], fx = in[kFractionX * kTilePixels + i];
+        const T top = d00 + fx * (d01 - d00), low = d10 + fx * (d11 - d10);
+        out[i] += mask * (low - top);
+        out[image + i] += mask * ((d01 - d00) + fy * ((d11 - d10) - (d01 - d00)));
+        out[2 * image + i] += top + fy * (low - top);
+      }
+    }
+}
+
+}  // namespace myvision::CPU_CAPABILITY

@@ -1,0 +1,96 @@
+"""python -m myvision: env, ops, and how commands are found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import REPOSITORY, run_python
+
+from myvision import __main__, _env, _operators
+
+
+def test_env_names_what_runs_and_what_was_built(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["torch"].startswith(torch.__version__)
+    assert report["instruction set"].startswith(torch.ops.myvision._cpu_capability())
+    assert report["built: build type"] in ("release", "debug")
+    assert __main__.main(["env"]) == 0
+    assert torch.__version__ in capsys.readouterr().out
+
+
+def test_env_says_why_the_instruction_set_is_in_use() -> None:
+    code = "from myvision import __main__; __main__.main(['env'])"
+    assert "DEFAULT (ATEN_CPU_CAPABILITY=default)" in run_python(code, "default")
+    assert "the best that is built and that this CPU has" in run_python(code, ATEN_CPU_CAPABILITY="")
+
+
+def test_env_says_what_became_of_the_gpu_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myvision.has_cuda_ops", lambda: False)
+    assert _env.gpu_operators("left out: no nvcc") == "none; the build left out: no nvcc"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "not loaded: torch" in _env.gpu_operators("CUDA 13.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "see the warning" in _env.gpu_operators("CUDA 13.0")
+    monkeypatch.setattr("myvision.has_cuda_ops", lambda: True)
+    assert _env.gpu_operators("CUDA 13.0") == "loaded"
+
+
+def test_a_missing_package_is_not_installed() -> None:
+    assert _env.installed_version("no-such-package-of-anyone") == "not installed"
+
+
+def test_ops_lists_each_public_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["ops"]) == 0
+    output = capsys.readouterr().out
+    assert "myvision::my_add(Tensor x, Tensor y) -> Tensor" in output
+    assert "_cpu_capability" not in output
+    assert __main__.main(["ops", "--all"]) == 0
+    assert "_cpu_capability" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", _operators.operator_names())
+def test_every_public_operator_is_complete(name: str) -> None:
+    described = _operators.describe(name)
+    assert "CPU" in described["devices"]
+    assert "float32" in described["dtypes"]
+    assert [described[trait] for trait in ("autograd", "fake")] == ["yes", "yes"]
+
+
+def test_described_devices_come_from_the_dispatcher() -> None:
+    with torch.library._scoped_library("myvision", "FRAGMENT") as library:
+        library.define("_on_no_device(Tensor x) -> Tensor")
+        assert _operators.describe("_on_no_device")["devices"] == "none"
+        library.impl("_on_no_device", lambda x: x, "CPU")
+        assert _operators.describe("_on_no_device")["devices"] == "CPU"
+
+
+@pytest.mark.parametrize("command", ["env", "ops", "graph", "bench", "demo"])
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        __main__.main([command, "--help"])
+    assert caught.value.code == 0
+    assert command in capsys.readouterr().out
+
+
+def test_a_command_is_imported_only_when_called() -> None:
+    code = """
+import sys
+from myvision import __main__
+__main__.main(["env"])
+print(sorted(m for m in sys.modules if m in ("myvision._graph", "myvision._demo", "myvision._bench", "onnx")))
+"""
+    assert run_python(code).splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["env", "--nonsense"]])
+def test_wrong_arguments_give_usage_and_status_2(arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "myvision", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("usage: python -m myvision")

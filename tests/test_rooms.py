@@ -1,0 +1,63 @@
+"""Every operator has all its rooms: whoever knows its name knows every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import REPOSITORY
+
+import myvision
+
+OPERATORS = sorted(path.name for path in (REPOSITORY / "csrc" / "ops").iterdir() if path.is_dir())
+ROOMS = [
+    "csrc/ops/{op}/{op}.h",
+    "csrc/ops/{op}/{op}.cpp",
+    "csrc/ops/{op}/{op}_cpu.cpp",
+    "csrc/ops/{op}/{op}_kernel.cuh",
+    "csrc/ops/{op}/{op}_cuda.cu",
+    "myvision/ops/{op}.py",
+    "myvision/nn/{op}.py",
+    "myvision/_reference/{op}.py",
+    "tests/test_{op}.py",
+    "benchmarks/bench_{op}.py",
+]
+
+
+def test_both_operators_are_found():
+    assert {"deform_conv2d", "my_add"} <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_room_exists(op: str, room: str):
+    assert (REPOSITORY / room.format(op=op)).is_file()
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_operator_is_registered_for_every_use(op: str):
+    name = f"myvision::{op}"
+    assert getattr(torch.ops.myvision, op).default._schema.returns[0].type.kind() == "TensorType"
+    for key in ("CPU", "Meta", "Autograd"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), key
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") == myvision.has_cuda_ops()
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_operator_is_public_and_documented(op: str):
+    assert op in myvision.ops.__all__
+    documentation = getattr(myvision.ops, op).__doc__
+    for section in ("Args:", "Returns:", "Raises:", "Example:"):
+        assert section in documentation
+
+
+def test_public_names_exist():
+    for module in (myvision, myvision.ops, myvision.nn):
+        for name in module.__all__:
+            assert hasattr(module, name), f"{module.__name__}.{name}"
+
+
+@pytest.mark.parametrize("header", sorted((REPOSITORY / "csrc" / "ops").glob("*/*.h")), ids=lambda path: path.name)
+def test_only_the_glue_knows_torch(header):
+    for path in (header, *header.parent.glob("*.cu*")):
+        includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
+        assert not [line for line in includes if "torch/" in line or "stable.h" in line or "ATen/" in line], path
