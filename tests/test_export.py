@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from exported_model import DYNAMIC_SHAPES, OPERATORS, DeformableNet, images
+from helpers import REPOSITORY, run_python
 from torch import Tensor
 
 import myvision
@@ -106,3 +111,55 @@ def test_aot_inductor_runs_the_operators(model: DeformableNet, tmp_path: Path) -
     file = tmp_path / "compiled.pt2"
     torch._inductor.aoti_compile_and_package(program, package_path=str(file))
     assert_same_results(torch._inductor.aoti_load_package(str(file)), model)
+
+
+def documented(language: str) -> list[str]:
+    """The snippets of docs/exporting.md in one language."""
+    text = (REPOSITORY / "docs" / "exporting.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def documented_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which the Python snippets of the documentation have run."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    directory = tmp_path_factory.mktemp("documented")
+    checksum = 'print("sum:", model(torch.ones(1, 3, 40, 24)).sum().item())'
+    output = run_python("\n".join([f"import os; os.chdir({str(directory)!r})", *documented("python"), checksum]))
+    (directory / "sum.txt").write_text(output.rpartition("sum: ")[2])
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("file", "convolution"),
+    [
+        ("model.pt", "myvision::deform_conv2d"),
+        ("model.pt2", "myvision::deform_conv2d"),
+        ("model.onnx", "DeformConv"),
+    ],
+)
+def test_documented_snippets_write_the_nodes(documented_files: Path, file: str, convolution: str) -> None:
+    operators = read_graph(documented_files / file).operators
+    assert operators[convolution] == operators["myvision::my_add"] == 1
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiles a C++ program")
+def test_documented_program_runs_the_model_without_python(documented_files: Path) -> None:
+    (program,) = documented("cpp")
+    (documented_files / "run_model.cpp").write_text(program)
+    (_, commands) = documented("sh")
+    environment = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    output = subprocess.run(
+        ["sh", "-e", "-c", commands],
+        cwd=documented_files,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert output.returncode == 0, output.stderr
+    assert float(output.stdout) == pytest.approx(float((documented_files / "sum.txt").read_text()), rel=1e-4)
