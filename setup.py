@@ -403,8 +403,8 @@ def main() -> None:
     commands: dict[str, type] = {"bdist_wheel": PlatformWheel}
     extensions: list[Extension] = []
     if METADATA_COMMANDS.isdisjoint(sys.argv):
-        choose_jobs()
         choice = configure()
+        choose_jobs()
         extensions = get_extensions(choice)
         commands["build_ext"] = build_ext_command(choice)
     setup(

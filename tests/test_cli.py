@@ -94,3 +94,13 @@ def test_wrong_arguments_give_usage_and_status_2(arguments: list[str]) -> None:
     )
     assert result.returncode == 2
     assert result.stderr.startswith("usage: python -m myvision")
+
+
+def test_the_first_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    example = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, torch.Tensor] = {}
+    exec(example, names)
+    assert capsys.readouterr().out == "torch.Size([1, 8, 32, 32])\n"
+    convolution = torch.nn.functional.conv2d(names["image"], names["weight"], padding=1)
+    torch.testing.assert_close(names["same_as_convolution"], convolution, rtol=1e-4, atol=1e-4)

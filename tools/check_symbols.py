@@ -60,7 +60,11 @@ def check(paths: list[Path]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, metavar="LIBRARY_OR_WHEEL")
-    return check(parser.parse_args().paths)
+    paths: list[Path] = parser.parse_args().paths
+    for path in paths:
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
+    return check(paths)
 
 
 if __name__ == "__main__":
