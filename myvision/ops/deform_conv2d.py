@@ -177,6 +177,7 @@ def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
 
 def _check_sizes(input: Tensor, weight: Tensor, groups: int, offset_groups: int) -> None:
     (_, C, H, W), (K, share, kernel_h, kernel_w) = input.shape, weight.shape
+    _check_range("in_channels (input.shape[1])", C, 1)
     _check_range("height (input.shape[2])", H, 1, 2**31 - 1)
     _check_range("width (input.shape[3])", W, 1, 2**31 - 1)
     _check_range("kernel height (weight.shape[2])", kernel_h, 1)

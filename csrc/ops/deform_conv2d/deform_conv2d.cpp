@@ -92,6 +92,7 @@ void check_geometry(const Geometry& geometry) {
 }
 
 void check_sizes(const DeformConv2dParams& p, int64_t share) {
+  check_range("in_channels (input.shape[1])", p.in_channels, 1);
   check_range("height (input.shape[2])", p.height, 1, kMaxSide);
   check_range("width (input.shape[3])", p.width, 1, kMaxSide);
   check_range("kernel height (weight.shape[2])", p.kernel_h, 1);

@@ -124,12 +124,16 @@ struct Common {
     return (p.kernel_w == 1 || weight.stride[3] == 1) && (p.kernel_h == 1 || weight.stride[2] == p.kernel_w) &&
            (l.group_channels == 1 || weight.stride[1] == l.taps);
   }
-  // Between a weight of any strides and a contiguous one.
+  // From a weight of any strides to a contiguous one.
   void copy_weight(const Strided4& weight, T* to) const {
     parallel_tasks(workers, p.out_channels, [&](int64_t k, int64_t) {
       T* row = to + k * l.group_channels * l.taps;
-      for (int64_t y = 0; y < p.kernel_h; ++y)
-        transpose<T>(at(weight, k, 0, y), weight.stride[3], p.kernel_w, l.group_channels, row + y * p.kernel_w, l.taps);
+      for (int64_t y = 0; y < p.kernel_h; ++y, row += p.kernel_w)
+        if (weight.stride[1] == 1)
+          transpose<T>(at(weight, k, 0, y), weight.stride[3], p.kernel_w, l.group_channels, row, l.taps);
+        else
+          for (int64_t c = 0; c < l.group_channels; ++c)
+            copy_row<T>(at(weight, k, c, y), weight.stride[3], p.kernel_w, row + c * l.taps, 1);
     });
   }
 
