@@ -18,6 +18,13 @@
 #include <cuda_runtime.h>
 #endif
 
+#if defined(__HIP__) || defined(__HIPCC__)
+#define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) \
+  __launch_bounds__(threads)  // HIP's second number means another thing
+#else
+#define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads, min_blocks)
+#endif
+
 #if !defined(MYVISION_EMULATOR)
 #define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
 // A variable in the block's shared memory; the third argument holds the dimensions of an array.
@@ -52,8 +59,7 @@ inline const char* launch_error() {
 inline constexpr int kWarpSize = 32;
 #endif
 
-// ---- element types
-// ---------------------------------------------------------------------------------------------------
+// ---- element types --------------------------------------------------------------------------------------------------
 
 using Half = __half;
 #if defined(__HIP__) || defined(__HIPCC__)
@@ -105,8 +111,7 @@ const char* visit_floating(Dtype dtype, Visit visit) {
   }
 }
 
-// ---- memory
-// ----------------------------------------------------------------------------------------------------------
+// ---- memory ---------------------------------------------------------------------------------------------------------
 
 inline constexpr int kVectorBytes = 16;  // the widest access of a thread
 
@@ -118,8 +123,7 @@ struct alignas(kWidth * sizeof(T)) Pack {
 
 inline bool is_vector_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kVectorBytes == 0; }
 
-// ---- grids
-// -----------------------------------------------------------------------------------------------------------
+// ---- grids ----------------------------------------------------------------------------------------------------------
 
 inline constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's x dimension
 
@@ -131,5 +135,46 @@ inline unsigned blocks_for(int64_t count, int64_t per_block, int64_t limit = kMa
 
 __device__ __forceinline__ int64_t global_thread() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int64_t global_threads() { return int64_t(gridDim.x) * blockDim.x; }
+
+// a / b, by the much cheaper 32-bit division where both allow it; neither may be negative.
+__device__ __forceinline__ int64_t divide(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
+// ---- reductions -----------------------------------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
+#if defined(__HIP__) || defined(__HIPCC__)
+  return __shfl_xor(value, lane_mask);
+#elif defined(MYVISION_EMULATOR)
+  return simt::shuffle_xor(value, lane_mask);
+#else
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+#endif
+}
+
+// Of all lanes, in every lane: each adds in the same order.
+template <typename Real>
+__device__ __forceinline__ Real warp_sum(Real value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += shuffle_xor(value, distance);
+  return value;
+}
+
+// Of all threads, in every thread. kThreads is the block's size, a multiple of the warp size.
+template <int kThreads, typename Real>
+__device__ __forceinline__ Real block_sum(Real value) {
+  MYVISION_SHARED(Real, warp_sums, [kThreads / kWarpSize]);
+  value = warp_sum(value);
+  __syncthreads();  // the readers of an earlier call are done
+  if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  value = warp_sums[0];
+#pragma unroll
+  for (int warp = 1; warp < kThreads / kWarpSize; ++warp) value += warp_sums[warp];
+  return value;
+}
 
 }  // namespace myvision

@@ -54,14 +54,9 @@ const char* launch_contiguous(const MyAddParams& params, int64_t size, GpuStream
 
 template <typename T, int kWidth>
 const char* launch_strided(const MyAddParams& params, int64_t size, GpuStream stream) {
-  const MyAddParams packed = in_packs(params, kWidth);
   const int64_t packs = size / kWidth;
-  const unsigned blocks = blocks_for(packs, kThreads, kBlockLimit);
-  if (packs <= INT32_MAX) {
-    MYVISION_LAUNCH((my_add_strided<T, kWidth, uint32_t>), blocks, kThreads, stream, packed, packs);
-  } else {
-    MYVISION_LAUNCH((my_add_strided<T, kWidth, uint64_t>), blocks, kThreads, stream, packed, packs);
-  }
+  MYVISION_LAUNCH((my_add_strided<T, kWidth>), blocks_for(packs, kThreads, kBlockLimit), kThreads, stream,
+                  in_packs(params, kWidth), packs);
   return launch_error();
 }
 

@@ -50,18 +50,14 @@ __device__ __forceinline__ Pack<T, kWidth> load_pack(const T* data, int64_t stri
 }
 
 // Any strides. A thread's unit is a pack along dimension 0: params count that dimension, size and strides, in packs of
-// kWidth elements, and every other stride in elements. Index is unsigned and holds the number of packs twice over.
-template <typename T, int kWidth, typename Index>
+// kWidth elements, and every other stride in elements.
+template <typename T, int kWidth>
 __global__ void my_add_strided(const MyAddParams params, int64_t packs) {
-  const auto count = static_cast<Index>(packs);
-  const auto step = static_cast<Index>(global_threads());
-  for (auto pack = static_cast<Index>(global_thread()); pack < count; pack += step) {
-    int64_t x = 0, y = 0, output = 0;
-    Index rest = pack;
+  for (int64_t pack = global_thread(); pack < packs; pack += global_threads()) {
+    int64_t x = 0, y = 0, output = 0, rest = pack;
     for (int dim = 0; dim < params.dims; ++dim) {
-      const auto size = static_cast<Index>(params.size[dim]);
-      const Index next = rest / size;
-      const auto index = static_cast<int64_t>(rest - next * size);
+      const int64_t next = divide(rest, params.size[dim]);
+      const int64_t index = rest - next * params.size[dim];
       x += index * params.x_stride[dim];
       y += index * params.y_stride[dim];
       output += index * params.output_stride[dim];
