@@ -16,6 +16,7 @@ from myvision._autocast import register_autocast
 from myvision._autograd import register_autograd
 from myvision._reference import deform_conv2d as reference
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _forward = torch.ops.myvision.deform_conv2d.default
 _backward = torch.ops.myvision._deform_conv2d_backward.default
 
@@ -143,7 +144,7 @@ def _check_shape(name: str, tensor: Tensor, wanted: Sequence[int], layout: str) 
 def _check_input(input: Tensor) -> None:
     _check_rank("input", input, "batch, in_channels, height, width")
     _check(
-        input.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        input.dtype in _DTYPES,
         lambda: f"input must have dtype float64, float32, float16 or bfloat16, but has {_name(input.dtype)}",
     )
 
