@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <type_traits>
 
 namespace myvision::CPU_CAPABILITY {
@@ -58,20 +59,23 @@ inline void store(const Vec<T>& value, Out* to, int64_t n = Vec<T>::size()) {
 
 // Transposes a square of Vec<T>::size() rows in registers.
 template <typename T>
-inline void transpose(Vec<T>* rows) {
+inline void transpose(Vec<T> (&rows)[Vec<T>::size()]) {
   constexpr int kSize = Vec<T>::size();
 #if defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<T, float>) {
     __m256 pair[8], quad[8];
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i += 2) {
       pair[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
       pair[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
     }
-    for (int i = 0; i < 8; i += 4)
-      for (int j = 0; j < 2; ++j) {
-        quad[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
-        quad[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xEE);
-      }
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; ++i) {
+      const int at = i / 2 * 4 + i % 2;
+      quad[i / 2 * 4 + i % 2 * 2] = _mm256_shuffle_ps(pair[at], pair[at + 2], 0x44);
+      quad[i / 2 * 4 + i % 2 * 2 + 1] = _mm256_shuffle_ps(pair[at], pair[at + 2], 0xEE);
+    }
+#pragma GCC unroll 8
     for (int i = 0; i < 4; ++i) {
       rows[i] = _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x20);
       rows[i + 4] = _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x31);
@@ -80,14 +84,32 @@ inline void transpose(Vec<T>* rows) {
   }
 #endif
   // Interleaving row i with row i + kSize / 2 rotates the bits of (row, column); log2(kSize) turns swap the two.
+#pragma GCC unroll 4
   for (int turn = 1; turn < kSize; turn *= 2) {
     Vec<T> next[kSize];
-    for (int i = 0; i < kSize / 2; ++i) {
-      const auto [low, high] = at::vec::interleave2(rows[i], rows[i + kSize / 2]);
-      next[2 * i] = low;
-      next[2 * i + 1] = high;
-    }
-    std::copy(next, next + kSize, rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSize / 2; ++i)
+      std::tie(next[2 * i], next[2 * i + 1]) = at::vec::interleave2(rows[i], rows[i + kSize / 2]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kSize; ++i) rows[i] = next[i];
+  }
+}
+
+// One square of the transpose below: m rows, n columns of it, or all where WHOLE.
+template <bool WHOLE, typename T, typename In, typename Out>
+inline void transpose_square(const In* from, int64_t from_row, int64_t m, int64_t n, Out* to, int64_t to_row) {
+  constexpr int kSize = Vec<T>::size();
+  Vec<T> square[kSize];
+#pragma GCC unroll 16
+  for (int r = 0; r < kSize; ++r)
+    square[r] = WHOLE ? load<T>(from + r * from_row) : r < m ? load<T>(from + r * from_row, n) : Vec<T>(T(0));
+  transpose<T>(square);
+#pragma GCC unroll 16
+  for (int c = 0; c < kSize; ++c) {
+    if constexpr (WHOLE)
+      store(square[c], to + c * to_row);
+    else if (c < n)
+      store(square[c], to + c * to_row, m);
   }
 }
 
@@ -97,12 +119,12 @@ inline void transpose(const In* from, int64_t from_row, int64_t rows, int64_t co
   constexpr int64_t kSize = Vec<T>::size();
   for (int64_t i = 0; i < rows; i += kSize)
     for (int64_t j = 0; j < columns; j += kSize) {
-      const int64_t m = std::min(kSize, rows - i), n = std::min(kSize, columns - j);
-      Vec<T> square[kSize];
-      for (int64_t r = 0; r < m; ++r) square[r] = load<T>(from + (i + r) * from_row + j, n);
-      for (int64_t r = m; r < kSize; ++r) square[r] = Vec<T>(T(0));
-      transpose<T>(square);
-      for (int64_t c = 0; c < n; ++c) store(square[c], to + (j + c) * to_row + i, m);
+      const In* in = from + i * from_row + j;
+      Out* out = to + j * to_row + i;
+      if (i + kSize <= rows && j + kSize <= columns)
+        transpose_square<true, T>(in, from_row, kSize, kSize, out, to_row);
+      else
+        transpose_square<false, T>(in, from_row, std::min(kSize, rows - i), std::min(kSize, columns - j), out, to_row);
     }
 }
 

@@ -114,7 +114,7 @@ struct Common {
   }
 
   // ---- weights
-  // Packed, a unit's weight stands as [range of taps][panel of outputs][column][kPanel outputs].
+  // Packed, a unit's weight stands as [range of taps][panel of outputs][unit_columns][kPanel outputs].
   T* packed_range(T* packed, const Unit& unit, int64_t range) const {
     return packed + unit.index * weight_unit + range * weight_range;
   }
@@ -140,42 +140,47 @@ struct Common {
   // Packs a unit's weight (PACK), or unpacks its gradient. `weight` is contiguous, rows `outputs_row` apart.
   template <bool PACK, typename W>
   void convert_weight(const Unit& unit, W* weight, int64_t outputs_row, T* packed) const {
+    const Workspace places(l.block_channels * l.taps * sizeof(T*));
     for (int64_t b = unit.first_block; b < unit.last_block; ++b) {
       const Block block(l, b);
-      W* from = weight + unit.group * group_outputs * outputs_row + block.channel % l.group_channels * l.taps;
-      for (int64_t k = 0; k < panels * kPanel; k += kVector)
-        convert_outputs<PACK>(unit, block, from + k * outputs_row, outputs_row, group_outputs - k, packed, k);
+      find_places(unit, block, packed, places.as<T*>());
+      W* rows = weight + unit.group * group_outputs * outputs_row + block.channel % l.group_channels * l.taps;
+      for (int64_t k = 0; k < panels * kPanel; k += kVector) {
+        const int64_t shift = k / kPanel * unit_columns * kPanel + k % kPanel;
+        const int64_t outputs = std::clamp(group_outputs - k, int64_t(0), kVector);
+        for (int64_t j = 0; j < block.channels * l.taps; j += kVector)
+          convert_square<PACK>(rows + k * outputs_row + j, outputs_row, outputs,
+                               std::min(kVector, block.channels * l.taps - j), places.as<T*>() + j, shift);
+      }
     }
   }
-  // The same for kVector output channels of a block, of which `outputs` exist. Columns change order from [channel][tap]
-  // to [tap][channel].
+  // Where the columns of a block, [channel][tap] in the weight, stand in the packed one: [tap][channel] in each range.
+  void find_places(const Unit& unit, const Block& block, T* packed, T** places) const {
+    for (int64_t range = 0; range < l.ranges; ++range) {
+      const TapRange taps(l, range);
+      T* place = packed_range(packed, unit, range) + (block.channel - unit.channel) * taps.count * kPanel;
+      for (int64_t t = 0; t < taps.count; ++t)
+        for (int64_t c = 0; c < block.channels; ++c, place += kPanel) places[c * l.taps + taps.first + t] = place;
+    }
+  }
+  // kVector output channels, of which m exist, by n columns.
   template <bool PACK, typename W>
-  void convert_outputs(const Unit& unit, const Block& block, W* weight, int64_t outputs_row, int64_t outputs, T* packed,
-                       int64_t k) const {
-    const int64_t m = std::clamp(outputs, int64_t(0), kVector);
-    int64_t channel = 0, tap = 0;
-    for (int64_t j = 0; j < block.channels * l.taps; j += kVector) {
-      const int64_t n = std::min(kVector, block.channels * l.taps - j);
-      T* place[kVector];
-      for (int64_t i = 0; i < n; ++i) {
-        const TapRange taps(l, tap / l.range_taps);
-        const int64_t column =
-            (block.channel - unit.channel) * taps.count + (tap - taps.first) * block.channels + channel;
-        place[i] = packed_range(packed, unit, tap / l.range_taps) +
-                   (k / kPanel * unit.channels * taps.count + column) * kPanel + k % kPanel;
-        if (++tap == l.taps) tap = 0, ++channel;
-      }
-      Vec<T> square[kVector];
-      if constexpr (PACK) {
-        for (int64_t r = 0; r < kVector; ++r)
-          square[r] = r < m ? load<T>(weight + r * outputs_row + j, n) : Vec<T>(T(0));
-        transpose<T>(square);
-        for (int64_t i = 0; i < n; ++i) square[i].store(place[i]);
-      } else {
-        for (int64_t i = 0; i < kVector; ++i) square[i] = i < n ? Vec<T>::loadu(place[i]) : Vec<T>(T(0));
-        transpose<T>(square);
-        for (int64_t r = 0; r < m; ++r) store(square[r], weight + r * outputs_row + j, n);
-      }
+  static void convert_square(W* weight, int64_t outputs_row, int64_t m, int64_t n, T* const* places, int64_t shift) {
+    Vec<T> square[kVector];
+    if constexpr (PACK) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kVector; ++r) square[r] = r < m ? load<T>(weight + r * outputs_row, n) : Vec<T>(T(0));
+      transpose<T>(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kVector; ++i)
+        if (i < n) square[i].store(places[i] + shift);
+    } else {
+#pragma GCC unroll 16
+      for (int i = 0; i < kVector; ++i) square[i] = i < n ? Vec<T>::loadu(places[i] + shift) : Vec<T>(T(0));
+      transpose<T>(square);
+#pragma GCC unroll 16
+      for (int r = 0; r < kVector; ++r)
+        if (r < m) store(square[r], weight + r * outputs_row, n);
     }
   }
 
@@ -215,10 +220,14 @@ struct Forward : Common<In, T> {
   const int64_t scratch_size = plan_size + tiling.pixels() * (Base::columns_row + product_row);
   const int64_t images = std::clamp(kImageBytes / int64_t(l.blocks(p) * l.slice() * sizeof(T)), int64_t(1), p.batch);
 
-  const Workspace packed{int64_t(l.units * Base::weight_unit * sizeof(T))};
-  const Workspace bias{int64_t(p.groups * product_row * sizeof(T))};
-  const Workspace slices{int64_t((images * l.blocks(p) * l.slice() + kVector) * sizeof(T))};
-  const Workspace scratch{int64_t(workers * scratch_size * sizeof(T))};
+  const int64_t packed_size = l.units * Base::weight_unit;
+  const int64_t slices_size = images * l.blocks(p) * l.slice();
+  const Workspace memory{
+      int64_t((slices_size + packed_size + p.groups * product_row + workers * scratch_size) * sizeof(T))};
+  T* const slices = memory.template as<T>();
+  T* const packed = slices + slices_size;
+  T* const bias = packed + packed_size;
+  T* const scratch = bias + p.groups * product_row;
 
   explicit Forward(const DeformConv2dParams& params) : Base(params, 1) {}
 
@@ -226,29 +235,28 @@ struct Forward : Common<In, T> {
     load_bias();
     Base::with_contiguous_weight([&](const auto* weight, int64_t row) {
       parallel_tasks(workers, l.units, [&](int64_t unit, int64_t) {
-        Base::template convert_weight<true>(Unit(l, unit), weight, row, packed.template as<T>());
+        Base::template convert_weight<true>(Unit(l, unit), weight, row, packed);
       });
     });
     const int64_t blocks = l.blocks(p);
     for (int64_t first = 0; first < p.batch; first += images) {
       const int64_t count = std::min(images, p.batch - first);
       parallel_tasks(workers, count * blocks, [&](int64_t i, int64_t) {
-        Base::load_slice(first + i / blocks, Block(l, i % blocks), slices.template as<T>() + i * l.slice());
+        Base::load_slice(first + i / blocks, Block(l, i % blocks), slices + i * l.slice());
       });
       parallel_tasks(workers, count * tiling.count, [&](int64_t i, int64_t worker) {
         const int64_t n = i / tiling.count;
-        run_tile(first + n, slices.template as<T>() + n * blocks * l.slice(), tiling[i % tiling.count],
-                 scratch.template as<T>() + worker * scratch_size);
+        run_tile(first + n, slices + n * blocks * l.slice(), tiling[i % tiling.count], scratch + worker * scratch_size);
       });
     }
   }
 
   void load_bias() {
-    std::memset(bias.template as<T>(), 0, p.groups * product_row * sizeof(T));
+    std::memset(bias, 0, p.groups * product_row * sizeof(T));
     if (!p.bias.data) return;
     for (int64_t g = 0; g < p.groups; ++g)
       copy_row<T>(Base::at(p.bias, g * Base::group_outputs), p.bias.stride[0], Base::group_outputs,
-                  bias.template as<T>() + g * product_row, 1);
+                  bias + g * product_row, 1);
   }
 
   void run_tile(int64_t image, const T* image_slices, const Tile& tile, T* plan) const {
@@ -256,7 +264,7 @@ struct Forward : Common<In, T> {
     int64_t planned = -1;  // the offset group and range of taps in the plan
     for (int64_t g = 0; g < p.groups; ++g) {
       for (int64_t q = 0; q < tile.pixels(); ++q)
-        std::memcpy(product + q * product_row, bias.template as<T>() + g * product_row, product_row * sizeof(T));
+        std::memcpy(product + q * product_row, bias + g * product_row, product_row * sizeof(T));
       for (int64_t u = g * l.units_per_group; u < (g + 1) * l.units_per_group; ++u) {
         const Unit unit(l, u);
         for (int64_t range = 0; range < l.ranges; ++range) {
@@ -277,10 +285,10 @@ struct Forward : Common<In, T> {
   }
 
   void multiply(const Unit& unit, int64_t range, int64_t depth, int64_t pixels, const T* columns, T* product) const {
-    const T* weight = Base::packed_range(packed.template as<T>(), unit, range);
-    for (int64_t panel = 0; panel < Base::panels; ++panel, weight += depth * kPanel)
+    const T* weight = Base::packed_range(packed, unit, range);
+    for (int64_t panel = 0; panel < Base::panels; ++panel, weight += Base::unit_columns * kPanel)
       gemm_panel<T>({columns, Base::columns_row, 1}, {weight, kPanel}, pixels, depth, product + panel * kPanel,
-                    product_row, true, weight + depth * kPanel);
+                    product_row, true, weight + Base::unit_columns * kPanel);
   }
 
   void store_tile(const T* product, int64_t image, int64_t group, const Tile& tile) const {
@@ -315,45 +323,51 @@ struct Backward : Common<In, T> {
   const int64_t scratch_size = l.range_taps * kPlanTap + tiling.pixels() * Base::columns_row + 2 * unit_slices;
   const int64_t out_image = p.out_height * p.out_width;
   const int64_t offsets_image = p.offset_groups * l.taps * 3 * out_image;
-  const int64_t weight_size = l.units * Base::weight_unit;
 
-  const Workspace gradients{int64_t((images * grad_image + kPanel) * sizeof(T))};  // [image][tile][pixel][channel]
-  const Workspace packed{int64_t(want_columns ? l.units * l.ranges * packed_size * sizeof(T) : 1)};
-  const Workspace scratch{int64_t(unit_shares * image_shares * scratch_size * sizeof(T))};
-  const Workspace offset_sums{int64_t(want_offsets ? unit_shares * images * offsets_image * sizeof(T) : 1)};
-  const Workspace weight_sums{int64_t(grad.weight.data ? image_shares * weight_size * sizeof(T) : 1)};
-  const Workspace bias_sums{int64_t((images * tiling.count + 1) * p.out_channels * sizeof(T))};  // last: of all so far
+  const int64_t gradients_size = images * grad_image;  // [image][tile][pixel][channel]
+  const int64_t all_packed = want_columns ? l.units * l.ranges * packed_size : 0;
+  const int64_t offsets_size = want_offsets ? images * offsets_image : 0;          // of each share of the units
+  const int64_t weight_size = grad.weight.data ? l.units * Base::weight_unit : 0;  // of each share of the images
+  const int64_t bias_size = images * tiling.count * p.out_channels;                // of the tiles
+  const Workspace memory{
+      int64_t((gradients_size + all_packed + unit_shares * offsets_size + image_shares * weight_size + bias_size +
+               p.out_channels + unit_shares * image_shares * scratch_size) *
+              sizeof(T))};
+  T* const gradients = memory.template as<T>();
+  T* const packed = gradients + gradients_size;
+  T* const weight_sums = packed + all_packed;
+  T* const scratch = weight_sums + image_shares * weight_size;
+  T* const offset_sums = scratch + unit_shares * image_shares * scratch_size;
+  T* const bias_sums = offset_sums + unit_shares * offsets_size;
+  T* const bias_total = bias_sums + bias_size;
 
   Backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients)
       : Base(params, Base::worthwhile_threads(params)), grad(gradients) {}
 
-  T* bias_total() const { return bias_sums.template as<T>() + images * tiling.count * p.out_channels; }
-
   void run() {
     if (want_columns) pack_weight();
     if (grad.weight.data) clear(weight_sums, image_shares * weight_size);
-    std::fill_n(bias_total(), p.out_channels, T(0));
+    std::fill_n(bias_total, p.out_channels, T(0));
     for (int64_t first = 0; first < p.batch; first += images) {
       const int64_t count = std::min(images, p.batch - first);
       parallel_tasks(workers, count * tiling.count, [&](int64_t i, int64_t) { load_tile(first, i); });
       if (grad.bias.data) add_bias(count * tiling.count);
-      if (want_offsets) clear(offset_sums, unit_shares * images * offsets_image);
+      if (want_offsets) clear(offset_sums, unit_shares * offsets_size);
       if (want_columns || grad.weight.data) run_units(first, count);
       if (want_offsets) store_offsets(first, count);
     }
     if (grad.weight.data) store_weight();
-    if (grad.bias.data) copy_row<T>(bias_total(), 1, p.out_channels, Base::out(grad.bias, 0), grad.bias.stride[0]);
+    if (grad.bias.data) copy_row<T>(bias_total, 1, p.out_channels, Base::out(grad.bias, 0), grad.bias.stride[0]);
   }
 
-  void clear(const Workspace& sums, int64_t count) const {
-    parallel_for(0, count, 1 << 16, [&](int64_t first, int64_t last) {
-      std::memset(sums.template as<T>() + first, 0, (last - first) * sizeof(T));
-    });
+  static void clear(T* sums, int64_t count) {
+    parallel_for(0, count, 1 << 16,
+                 [&](int64_t first, int64_t last) { std::memset(sums + first, 0, (last - first) * sizeof(T)); });
   }
 
   // ---- the gradient of the output, and of the bias
   T* tile_gradient(int64_t image, int64_t tile) const {
-    return gradients.template as<T>() + (image * tiling.count + tile) * tiling.pixels() * grad_row;
+    return gradients + (image * tiling.count + tile) * tiling.pixels() * grad_row;
   }
   void load_tile(int64_t first, int64_t i) const {
     const int64_t image = i / tiling.count;
@@ -363,20 +377,19 @@ struct Backward : Common<In, T> {
       load_pixels(Base::at(p.output, first + image, 0, tile.y + y, tile.x), p.output.stride[1], p.output.stride[3],
                   p.out_channels, tile.width, to + y * tile.width * grad_row, grad_row);
     if (!grad.bias.data) return;
-    T* sum = bias_sums.template as<T>() + i * p.out_channels;
+    T* sum = bias_sums + i * p.out_channels;
     std::fill_n(sum, p.out_channels, T(0));
     for (int64_t q = 0; q < tile.pixels(); ++q)
       for (int64_t k = 0; k < p.out_channels; ++k) sum[k] += to[q * grad_row + k];
   }
   void add_bias(int64_t tiles) const {
     for (int64_t i = 0; i < tiles; ++i)
-      for (int64_t k = 0; k < p.out_channels; ++k)
-        bias_total()[k] += bias_sums.template as<T>()[i * p.out_channels + k];
+      for (int64_t k = 0; k < p.out_channels; ++k) bias_total[k] += bias_sums[i * p.out_channels + k];
   }
 
   // ---- weight^T in panels of columns: [unit][range][panel][output][kPanel columns]
   T* packed_columns(const Unit& unit, int64_t range) const {
-    return packed.template as<T>() + (unit.index * l.ranges + range) * packed_size;
+    return packed + (unit.index * l.ranges + range) * packed_size;
   }
   void pack_weight() const {
     const Workspace by_outputs(l.units * Base::weight_unit * sizeof(T));
@@ -395,7 +408,7 @@ struct Backward : Common<In, T> {
     std::memset(to, 0, round_up(columns, kPanel) * outputs * sizeof(T));
     for (int64_t k = 0; k < outputs; k += kPanel)
       for (int64_t j = 0; j < columns; j += kPanel)
-        transpose<T>(by_outputs + (k / kPanel * columns + j) * kPanel, kPanel, std::min(kPanel, columns - j),
+        transpose<T>(by_outputs + (k / kPanel * Base::unit_columns + j) * kPanel, kPanel, std::min(kPanel, columns - j),
                      std::min(kPanel, outputs - k), to + (j / kPanel * outputs + k) * kPanel, kPanel);
   }
 
@@ -406,8 +419,8 @@ struct Backward : Common<In, T> {
         const int64_t i = worker % unit_shares, j = worker / unit_shares;
         for (int64_t u = i * l.units / unit_shares; u < (i + 1) * l.units / unit_shares; ++u)
           for (int64_t n = j * count / image_shares; n < (j + 1) * count / image_shares; ++n)
-            run_unit(Unit(l, u), first + n, n, offset_sums.template as<T>() + (i * images + n) * offsets_image,
-                     weight_sums.template as<T>() + j * weight_size, scratch.template as<T>() + worker * scratch_size);
+            run_unit(Unit(l, u), first + n, n, offset_sums + i * offsets_size + n * offsets_image,
+                     weight_sums + j * weight_size, scratch + worker * scratch_size);
       }
     });
   }
@@ -482,7 +495,7 @@ struct Backward : Common<In, T> {
   void multiply_weight(const T* columns, const T* gradient, int64_t pixels, int64_t depth, T* sums) const {
     for (int64_t panel = 0; panel < Base::panels; ++panel)
       gemm_panel<T>({columns, 1, Base::columns_row}, {gradient + panel * kPanel, grad_row}, depth, pixels,
-                    sums + panel * depth * kPanel, kPanel, true, gradient + (panel + 1) * kPanel);
+                    sums + panel * Base::unit_columns * kPanel, kPanel, true, gradient + (panel + 1) * kPanel);
   }
 
   // ---- sums of the workers -> gradients
@@ -495,8 +508,8 @@ struct Backward : Common<In, T> {
     const int64_t per_image = p.offset_groups * l.taps;
     parallel_tasks(workers, count * per_image, [&](int64_t i, int64_t) {
       const int64_t n = i / per_image, tap = i % per_image;
-      T* sums = offset_sums.template as<T>() + n * offsets_image + tap * 3 * out_image;
-      add_shares(sums, unit_shares, images * offsets_image, 0, 3 * out_image);
+      T* sums = offset_sums + n * offsets_image + tap * 3 * out_image;
+      add_shares(sums, unit_shares, offsets_size, 0, 3 * out_image);
       for (int64_t y = 0; y < p.out_height; ++y) {
         const auto put = [&](const Strided4& to, int64_t channel, const T* from) {
           if (to.data)
@@ -510,7 +523,7 @@ struct Backward : Common<In, T> {
   }
 
   void store_weight() const {
-    T* sums = weight_sums.template as<T>();
+    T* sums = weight_sums;
     parallel_for(0, weight_size, 1 << 14,
                  [&](int64_t first, int64_t last) { add_shares(sums, image_shares, weight_size, first, last); });
     const int64_t row = l.group_channels * l.taps;
@@ -527,7 +540,7 @@ struct Backward : Common<In, T> {
   template <typename W>
   void unpack_weight(W* weight, int64_t row) const {
     parallel_tasks(workers, l.units, [&](int64_t unit, int64_t) {
-      Base::template convert_weight<false>(Unit(l, unit), weight, row, weight_sums.template as<T>());
+      Base::template convert_weight<false>(Unit(l, unit), weight, row, weight_sums);
     });
   }
 };

@@ -27,6 +27,7 @@ struct Layout {
   int64_t blocks_per_group, blocks_per_unit, units_per_group, units;
   int64_t taps, range_taps, ranges;
   int64_t pitch, plane;  // of a padded slice, in pixels
+  int64_t outside;       // the pixel of a padded slice, all zeros around it, that stands for points outside the image
 
   // `threads` > 1: cut into at least so many units, where channels allow, for the sake of parallelism.
   Layout(const DeformConv2dParams& p, int64_t vector_size, int64_t threads)
@@ -36,7 +37,8 @@ struct Layout {
         taps(p.kernel_h * p.kernel_w),
         ranges(ceil_div(taps, kMaxTaps)),
         pitch(p.width + 2),
-        plane((p.height + 3) * pitch) {
+        plane((p.height + 3) * pitch),
+        outside((p.height + 1) * pitch) {
     range_taps = ceil_div(taps, ranges);
     const int64_t most = std::max(kDepth / range_taps / vector_size, int64_t(1)) * vector_size;
     const int64_t segments = p.in_channels / segment;

@@ -1,7 +1,7 @@
 // Bilinear sampling of deform_conv2d on the CPU, and its derivative, over one tile of output pixels.
 //
 // A plan holds, for every tap and pixel of a tile, where to sample and with which weights. It is a table of kPlanRows
-// rows of kTilePixels numbers per tap. Slices are padded with a border of zeros, so no corner needs a test: points
+// rows of kPlanRow numbers per tap. Slices are padded with a border of zeros, so no corner needs a test: points
 // outside the image are sent to the border below it, with weight 0.
 #pragma once
 #include <bit>
@@ -18,49 +18,68 @@ namespace myvision::CPU_CAPABILITY {
 // corner with the gradient of the column. First: the first corner as a pixel of the padded slice, an integer in the
 // bits.
 enum PlanRow { kCorner00, kCorner01, kCorner10, kCorner11, kFirst, kMask, kFractionY, kFractionX, kPlanRows };
-constexpr int64_t kPlanTap = kPlanRows * kTilePixels;  // numbers per tap
+constexpr int64_t kPlanRow = kTilePixels + 16;      // a vector to spare: rows are written in whole vectors
+constexpr int64_t kPlanTap = kPlanRows * kPlanRow;  // numbers per tap
 
 template <typename T>
 using PixelIndex = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+
+// axis_sample() of deform_conv2d_math.h for a vector of positions; inside is a mask of bits.
+template <typename T>
+struct AxisSamples {
+  Vec<T> low, fraction, inside;
+  AxisSamples(const Vec<T>& position, int64_t size)
+      : inside((position >= Vec<T>(T(-1))) & (position < Vec<T>(static_cast<T>(size)))) {
+    const Vec<T> safe = Vec<T>::blendv(Vec<T>(T(-1)), position, inside);
+    low = safe.floor();
+    fraction = safe - low;
+  }
+};
+
+// Writes the plan of one vector of pixels.
+template <typename T>
+void plan_samples(const AxisSamples<T>& y, const AxisSamples<T>& x, const Vec<T>& mask, const Layout& l, T* plan) {
+  using Index = at::vec::Vectorized<PixelIndex<T>>;
+  const Vec<T> one(T(1)), inside = y.inside & x.inside;
+  const Vec<T> fy = y.fraction & inside, fx = x.fraction & inside;
+  const Vec<T> m = mask & inside, lower = m * fy, upper = m - lower, lower_right = lower * fx, upper_right = upper * fx;
+  const Index row = at::vec::convert_to_int_of_same_size<T>(y.low + one),
+              column = at::vec::convert_to_int_of_same_size<T>(x.low + one);
+  const Index first = row * Index(static_cast<PixelIndex<T>>(l.pitch)) + column;
+  const Vec<T> outside(std::bit_cast<T>(static_cast<PixelIndex<T>>(l.outside)));
+  (upper - upper_right).store(plan + kCorner00 * kPlanRow);
+  upper_right.store(plan + kCorner01 * kPlanRow);
+  (lower - lower_right).store(plan + kCorner10 * kPlanRow);
+  lower_right.store(plan + kCorner11 * kPlanRow);
+  Vec<T>::blendv(outside, at::vec::cast<T>(first), inside).store(plan + kFirst * kPlanRow);
+  mask.store(plan + kMask * kPlanRow);
+  fy.store(plan + kFractionY * kPlanRow);
+  fx.store(plan + kFractionX * kPlanRow);
+}
 
 // Fills the plan for the taps of a range. offset and mask are one image's, from the first channel of the offset group.
 template <typename T, typename In>
 void make_plan(const DeformConv2dParams& p, const Layout& l, const In* offset, const In* mask, const Tile& tile,
                const TapRange& taps, T* plan) {
-  const auto outside = static_cast<PixelIndex<T>>((p.height + 1) * l.pitch);
-  const auto pitch = static_cast<PixelIndex<T>>(l.pitch);
-  T grid_x[kTileWidth], offset_y[kTileWidth], offset_x[kTileWidth];
+  T grid_x[kTileWidth] = {}, offset_y[kTileWidth] = {}, offset_x[kTileWidth] = {}, factor[kTileWidth];
+  std::fill_n(factor, kTileWidth, T(1));
   for (int64_t t = 0; t < taps.count; ++t) {
     const int64_t tap = taps.first + t, tap_y = tap / p.kernel_w, tap_x = tap % p.kernel_w;
     for (int64_t i = 0; i < tile.width; ++i)
       grid_x[i] = sample_position(tile.x + i, p.stride_w, p.padding_w, tap_x, p.dilation_w, T(0));
     for (int64_t row = 0; row < tile.height; ++row) {
-      T* out = plan + t * kPlanTap + row * tile.width;
-      const In* at =
-          offset + 2 * tap * p.offset.stride[1] + (tile.y + row) * p.offset.stride[2] + tile.x * p.offset.stride[3];
+      const int64_t y = tile.y + row;
+      const In* at = offset + 2 * tap * p.offset.stride[1] + y * p.offset.stride[2] + tile.x * p.offset.stride[3];
       copy_row<T>(at, p.offset.stride[3], tile.width, offset_y, 1);
       copy_row<T>(at + p.offset.stride[1], p.offset.stride[3], tile.width, offset_x, 1);
       if (mask)
-        copy_row<T>(mask + tap * p.mask.stride[1] + (tile.y + row) * p.mask.stride[2] + tile.x * p.mask.stride[3],
-                    p.mask.stride[3], tile.width, out + kMask * kTilePixels, 1);
-      else
-        std::fill_n(out + kMask * kTilePixels, tile.width, T(1));
-      const T grid_y = sample_position(tile.y + row, p.stride_h, p.padding_h, tap_y, p.dilation_h, T(0));
-      for (int64_t i = 0; i < tile.width; ++i) {
-        const auto y = axis_sample(grid_y + offset_y[i], p.height), x = axis_sample(grid_x[i] + offset_x[i], p.width);
-        const bool inside = y.inside & x.inside;
-        const T m = inside ? out[kMask * kTilePixels + i] : T(0);
-        const T fy = inside ? y.fraction : T(0), fx = inside ? x.fraction : T(0);
-        const T lower = m * fy, upper = m - lower;
-        const PixelIndex<T> first = (y.low + 1) * pitch + (x.low + 1);
-        out[kCorner00 * kTilePixels + i] = upper - upper * fx;
-        out[kCorner01 * kTilePixels + i] = upper * fx;
-        out[kCorner10 * kTilePixels + i] = lower - lower * fx;
-        out[kCorner11 * kTilePixels + i] = lower * fx;
-        out[kFirst * kTilePixels + i] = std::bit_cast<T>(inside ? first : outside);
-        out[kFractionY * kTilePixels + i] = fy;
-        out[kFractionX * kTilePixels + i] = fx;
-      }
+        copy_row<T>(mask + tap * p.mask.stride[1] + y * p.mask.stride[2] + tile.x * p.mask.stride[3], p.mask.stride[3],
+                    tile.width, factor, 1);
+      const Vec<T> grid_y(sample_position(y, p.stride_h, p.padding_h, tap_y, p.dilation_h, T(0)));
+      for (int64_t i = 0; i < tile.width; i += Vec<T>::size())
+        plan_samples<T>(AxisSamples<T>(grid_y + Vec<T>::loadu(offset_y + i), p.height),
+                        AxisSamples<T>(Vec<T>::loadu(grid_x + i) + Vec<T>::loadu(offset_x + i), p.width),
+                        Vec<T>::loadu(factor + i), l, plan + t * kPlanTap + row * tile.width + i);
     }
   }
 }
@@ -80,13 +99,13 @@ struct Corners {
   int64_t at, right, below;  // elements
   Vec<T> w00, w01, w10, w11;
   Corners(const T* plan, int64_t pixel_channels, int64_t pitch)
-      : at(std::bit_cast<PixelIndex<T>>(plan[kFirst * kTilePixels]) * pixel_channels),
+      : at(std::bit_cast<PixelIndex<T>>(plan[kFirst * kPlanRow]) * pixel_channels),
         right(pixel_channels),
         below(pitch * pixel_channels),
-        w00(plan[kCorner00 * kTilePixels]),
-        w01(plan[kCorner01 * kTilePixels]),
-        w10(plan[kCorner10 * kTilePixels]),
-        w11(plan[kCorner11 * kTilePixels]) {}
+        w00(plan[kCorner00 * kPlanRow]),
+        w01(plan[kCorner01 * kPlanRow]),
+        w10(plan[kCorner10 * kPlanRow]),
+        w11(plan[kCorner11 * kPlanRow]) {}
 };
 
 // The columns of a block: columns[q * row + t * channels + c]. The last vector of a sample may reach past `channels`,
@@ -190,7 +209,7 @@ void sample_backward(T* plan, const T* slice, T* grad_slice, int64_t pixel_chann
     if (ragged) step(whole * Vec<T>::size(), [&](const Vec<T>& x) { return x & lanes; });
     T sums[4];
     lane_sums<T>(dot, sums);
-    for (int i = 0; i < 4; ++i) place[(kCorner00 + i) * kTilePixels] = sums[i];
+    for (int i = 0; i < 4; ++i) place[(kCorner00 + i) * kPlanRow] = sums[i];
   });
 }
 
@@ -205,10 +224,10 @@ void add_offset_gradients(const T* plan, const Tile& tile, const TapRange& taps,
       const T* in = plan + t * kPlanTap + row * tile.width;
       T* out = sums + (taps.first + t) * 3 * image + (tile.y + row) * out_width + tile.x;
       for (int64_t i = 0; i < tile.width; ++i) {
-        const T d00 = in[kCorner00 * kTilePixels + i], d01 = in[kCorner01 * kTilePixels + i];
-        const T d10 = in[kCorner10 * kTilePixels + i], d11 = in[kCorner11 * kTilePixels + i];
-        const T mask = in[kMask * kTilePixels + i];
-        const T fy = in[kFractionY * kTilePixels + i], fx = in[kFractionX * kTilePixels + i];
+        const T d00 = in[kCorner00 * kPlanRow + i], d01 = in[kCorner01 * kPlanRow + i];
+        const T d10 = in[kCorner10 * kPlanRow + i], d11 = in[kCorner11 * kPlanRow + i];
+        const T mask = in[kMask * kPlanRow + i];
+        const T fy = in[kFractionY * kPlanRow + i], fx = in[kFractionX * kPlanRow + i];
         const T top = d00 + fx * (d01 - d00), low = d10 + fx * (d11 - d10);
         out[i] += mask * (low - top);
         out[image + i] += mask * ((d01 - d00) + fy * ((d11 - d10) - (d01 - d00)));
