@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported_model import DYNAMIC_SHAPES, OPERATORS, DeformableNet, images
+from exported_model import DYNAMIC_SHAPES, OPERATORS, DeformableNet, images, runs_deform_conv
 from helpers import REPOSITORY, run_python
 from torch import Tensor
 
@@ -123,7 +123,6 @@ def documented(language: str) -> list[str]:
 def documented_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory in which the Python snippets of the documentation have run."""
     pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     directory = tmp_path_factory.mktemp("documented")
     checksum = 'print("sum:", model(torch.ones(1, 3, 40, 24)).sum().item())'
     output = run_python("\n".join([f"import os; os.chdir({str(directory)!r})", *documented("python"), checksum]))
@@ -131,6 +130,7 @@ def documented_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@runs_deform_conv
 @pytest.mark.parametrize(
     ("file", "convolution"),
     [
@@ -144,6 +144,7 @@ def test_documented_snippets_write_the_nodes(documented_files: Path, file: str, 
     assert operators[convolution] == operators["myvision::my_add"] == 1
 
 
+@runs_deform_conv
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiles a C++ program")
 def test_documented_program_runs_the_model_without_python(documented_files: Path) -> None:
     (program,) = documented("cpp")

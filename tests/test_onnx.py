@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported_model import DYNAMIC_SHAPES, DeformableNet, images
+from exported_model import DYNAMIC_SHAPES, DeformableNet, images, runs_deform_conv
 from helpers import random_tensor, run_python
 from torch import Tensor, nn
 
@@ -75,6 +75,7 @@ def deform_conv_case(dtype: torch.dtype, with_mask: bool, with_bias: bool) -> tu
     return model, list(args)
 
 
+@runs_deform_conv
 @pytest.mark.parametrize("opset", OPSETS)
 def test_deform_conv2d_in_every_opset(opset: int) -> None:
     model, args = deform_conv_case(torch.float32, with_mask=True, with_bias=True)
@@ -86,6 +87,7 @@ def test_deform_conv2d_in_every_opset(opset: int) -> None:
     torch.testing.assert_close(in_runtime(data, *args), model(*args), rtol=1e-4, atol=1e-4)
 
 
+@runs_deform_conv
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
@@ -141,12 +143,14 @@ def test_saved_network_has_single_operators(net_file: Path) -> None:
     onnx.checker.check_model(str(net_file), full_check=True)
 
 
+@runs_deform_conv
 @pytest.mark.parametrize("size", [(2, 9, 8), (1, 5, 7), (3, 12, 20)])
 def test_saved_network_gives_the_same(net: DeformableNet, net_file: Path, size: tuple[int, int, int]) -> None:
     x = images(*size)
     torch.testing.assert_close(in_runtime(str(net_file), x), net(x).detach(), rtol=1e-4, atol=1e-4)
 
 
+@runs_deform_conv
 def test_exported_program_exports_too(net: DeformableNet) -> None:
     x = images(2, 9, 8)
     program = myvision.onnx.export(torch.export.export(net, (x,)), verbose=False)
