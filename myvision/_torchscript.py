@@ -87,18 +87,19 @@ def _read_class(definition: ast.ClassDef) -> _Class:
 
 
 class _Body(ast.NodeVisitor):
-    """Walks one function in the order of its source, follows the classes of its variables and counts operators."""
+    """Walks one function in the order of its source, follows what its variables stand for and counts operators."""
 
     def __init__(self, code: _Code, function: ast.FunctionDef) -> None:
         self.code = code
         self.operators: Counter[str] = Counter()
-        self.classes = {argument.arg: _dotted(argument.annotation) for argument in function.args.args}
+        # Variable: qualified name of its class, or of the function that it is.
+        self.variables = {argument.arg: _dotted(argument.annotation) for argument in function.args.args}
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
             if isinstance(target, ast.Name):
-                self.classes[target.id] = self._class_of(node.value)
+                self.variables[target.id] = self._name_of(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
@@ -107,24 +108,29 @@ class _Body(ast.NodeVisitor):
                 self.operators[f"aten::{name}"] += 1
             case ["ops", namespace, name]:
                 self.operators[f"{namespace}::{name}"] += 1
-            case ["__torch__", *_] as path:
-                if function := self.code.functions.get(".".join(path)):
-                    self.operators += self.code.count(function)
-            case _ if isinstance(node.func, ast.Attribute):
-                self._call_method(node.func)
+            case _:
+                self.operators += self._count_called(node.func)
 
-    def _call_method(self, method: ast.Attribute) -> None:
-        function = self.code.method(self._class_of(method.value), method.attr)
-        self.operators += self.code.count(function) if function else Counter([_UNRESOLVED])
+    def _count_called(self, called: ast.expr) -> Counter[str]:
+        """The operators of a function or method of the archive; none for a built-in such as int."""
+        function = self.code.functions.get(self._name_of(called) or "")
+        if function is None and isinstance(called, ast.Attribute) and called.attr != "__new__":
+            function = self.code.method(self._name_of(called.value), called.attr)
+            if function is None:
+                return Counter([_UNRESOLVED])
+        return self.code.count(function) if function else Counter()
 
-    def _class_of(self, value: ast.expr) -> str | None:
+    def _name_of(self, value: ast.expr) -> str | None:
+        """Qualified name of a value's class, or of the function that it is; None where the code does not tell."""
         match value:
+            case ast.Attribute() if (path := _dotted(value) or "").startswith("__torch__."):
+                return path
             case ast.Name(id=name):
-                return self.classes.get(name)
+                return self.variables.get(name)
             case ast.Attribute(value=owner, attr=name):
-                return self.code.attribute(self._class_of(owner), name)
+                return self.code.attribute(self._name_of(owner), name)
             case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name))]):
-                return self.code.attribute(self._class_of(owner), name)
+                return self.code.attribute(self._name_of(owner), name)
             case ast.Call(func=ast.Name(id="annotate" | "unchecked_cast"), args=[annotation, _]):
                 return _dotted(annotation)
             case ast.Call(func=ast.Attribute(value=created, attr="__new__")):

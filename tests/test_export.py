@@ -18,6 +18,8 @@ from torch import Tensor
 import myvision
 from myvision._graph import read_graph
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+
 SIZES = [(2, 9, 8), (1, 5, 7), (3, 12, 20)]  # the first is the example that the model is exported with
 
 

@@ -19,6 +19,8 @@ from myvision.__main__ import main
 from myvision._graph import GraphError, read_graph
 from myvision.ops import my_add
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+
 MODULE_PICKLE = b"\x80\x02c__torch__\nM\nq\x00)\x81."  # an object of class __torch__.M
 
 
@@ -336,6 +338,11 @@ def test_calls_that_double_at_each_level_are_counted_quickly(tmp_path: Path) -> 
     code = f"class M(Module):\n{methods}  def f50(self):\n    return ops.a.b()\n"
     code += "  def forward(self: __torch__.M):\n    return (self).f0()\n"
     assert read_graph(write_torchscript(tmp_path / "model.pt", code)).operators == {"a::b": 2**50}
+
+
+def test_functions_under_another_name_are_followed(tmp_path: Path) -> None:
+    code = "def f(x: Tensor) -> Tensor:\n  return torch.tanh(x)\n" + forward("_0 = __torch__.f", "return _0(x, )")
+    assert read_graph(write_torchscript(tmp_path / "model.pt", code)).operators == {"aten::tanh": 1}
 
 
 def test_call_of_an_unknown_class_is_shown(tmp_path: Path) -> None:
