@@ -292,10 +292,14 @@ struct Forward : Common<In, T> {
   }
 
   void store_tile(const T* product, int64_t image, int64_t group, const Tile& tile) const {
-    for (int64_t y = 0; y < tile.height; ++y)
-      store_pixels(product + y * tile.width * product_row, product_row, Base::group_outputs, tile.width,
-                   Base::out(p.output, image, group * Base::group_outputs, tile.y + y, tile.x), p.output.stride[1],
-                   p.output.stride[3]);
+    for (int64_t k = 0; k < Base::group_outputs; k += kVector)
+      for (int64_t y = 0; y < tile.height; ++y) {
+        In* to = Base::out(p.output, image, group * Base::group_outputs + k, tile.y + y, tile.x);
+        for (int64_t i = kVector; i < 2 * kVector; ++i) __builtin_prefetch(to + i * p.output.stride[1], 1);
+        store_pixels(product + y * product_row + k, tile.height * product_row,
+                     std::min(kVector, Base::group_outputs - k), tile.width, to, p.output.stride[1],
+                     p.output.stride[3]);
+      }
   }
 };
 
@@ -375,7 +379,7 @@ struct Backward : Common<In, T> {
     T* to = tile_gradient(image, i % tiling.count);
     for (int64_t y = 0; y < tile.height; ++y)
       load_pixels(Base::at(p.output, first + image, 0, tile.y + y, tile.x), p.output.stride[1], p.output.stride[3],
-                  p.out_channels, tile.width, to + y * tile.width * grad_row, grad_row);
+                  p.out_channels, tile.width, to + y * grad_row, tile.height * grad_row);
     if (!grad.bias.data) return;
     T* sum = bias_sums + i * p.out_channels;
     std::fill_n(sum, p.out_channels, T(0));

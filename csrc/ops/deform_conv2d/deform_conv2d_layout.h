@@ -85,7 +85,8 @@ struct TapRange {
   TapRange(const Layout& l, int64_t i) : first(i * l.range_taps), count(std::min(l.range_taps, l.taps - first)) {}
 };
 
-// A rectangle of output pixels of one image; pixel (row, column) of the tile has the number row * width + column.
+// A rectangle of output pixels of one image. Rows of its matrices (columns, product, gradient) are its pixels, taken
+// down its columns: pixel (y, x) of the tile is row x * height + y.
 struct Tile {
   int64_t y, x, height, width;
   int64_t pixels() const { return height * width; }

@@ -70,6 +70,9 @@ void make_plan(const DeformConv2dParams& p, const Layout& l, const In* offset, c
     for (int64_t row = 0; row < tile.height; ++row) {
       const int64_t y = tile.y + row;
       const In* at = offset + 2 * tap * p.offset.stride[1] + y * p.offset.stride[2] + tile.x * p.offset.stride[3];
+      // The planes lie far apart: fetch what the tap after next, or the next offset group, will read.
+      __builtin_prefetch(at + 4 * p.offset.stride[1]);
+      __builtin_prefetch(at + 5 * p.offset.stride[1]);
       copy_row<T>(at, p.offset.stride[3], tile.width, offset_y, 1);
       copy_row<T>(at + p.offset.stride[1], p.offset.stride[3], tile.width, offset_x, 1);
       if (mask)
@@ -84,13 +87,14 @@ void make_plan(const DeformConv2dParams& p, const Layout& l, const In* offset, c
   }
 }
 
-// Calls body(q, t) for the pixels and taps of a tile: all taps of a pixel in turn, down the columns of the tile, so
-// that a sampled pixel is still in the L1 cache when its neighbours want it.
+// Calls body(at, q, t) for the pixels and taps of a tile; the pixel stands at `at` in a plan's rows and is the q-th in
+// turn. All taps of a pixel follow each other, and pixels go down the columns of the tile, so that a sampled pixel is
+// still in the L1 cache when its neighbours want it, and columns are written in the order of memory.
 template <typename Body>
 inline void for_each_sample(const Tile& tile, int64_t taps, const Body& body) {
   for (int64_t x = 0; x < tile.width; ++x)
     for (int64_t y = 0; y < tile.height; ++y)
-      for (int64_t t = 0; t < taps; ++t) body(y * tile.width + x, t);
+      for (int64_t t = 0; t < taps; ++t) body(y * tile.width + x, x * tile.height + y, t);
 }
 
 // The four corners of a sample in a padded slice, and their weights.
@@ -115,8 +119,8 @@ template <int VECTORS, typename T>
 void sample(const T* plan, const T* slice, int64_t pixel_channels, int64_t pitch, const Tile& tile, int64_t taps,
             int64_t channels, T* columns, int64_t row) {
   const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, Vec<T>::size());
-  for_each_sample(tile, taps, [&](int64_t q, int64_t t) {
-    const Corners<T> corner(plan + t * kPlanTap + q, pixel_channels, pitch);
+  for_each_sample(tile, taps, [&](int64_t at, int64_t q, int64_t t) {
+    const Corners<T> corner(plan + t * kPlanTap + at, pixel_channels, pitch);
     const T *top = slice + corner.at, *low = top + corner.below;
     T* out = columns + q * row + t * channels;
 #pragma GCC unroll 4
@@ -175,8 +179,8 @@ void sample_backward(T* plan, const T* slice, T* grad_slice, int64_t pixel_chann
   const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, Vec<T>::size());
   const bool ragged = channels % Vec<T>::size() != 0;
   const Vec<T> lanes = last_lanes<T>(channels);
-  for_each_sample(tile, taps, [&](int64_t q, int64_t t) {
-    T* const place = plan + t * kPlanTap + q;
+  for_each_sample(tile, taps, [&](int64_t at, int64_t q, int64_t t) {
+    T* const place = plan + t * kPlanTap + at;
     const Corners<T> corner(place, pixel_channels, pitch);
     T* const out = columns + q * row + t * channels;
     Vec<T> dot[4] = {Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0))};
