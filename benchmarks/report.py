@@ -49,7 +49,7 @@ def summary_table(results: Sequence[Result], bars: Sequence[Bar]) -> str:
         for peer in rows[0].peers:
             ratios = [row.ratio(peer) for row in rows]
             means = f"{statistics.geometric_mean(ratios):14.3f} x {max(ratios):6.3f} x"
-            lines.append(f"{group:{width}} {peer:19} {means}  {_verdict(wanted.get((group, peer)), results)}")
+            lines.append(f"{group:{width}} {peer:19} {means}  {_verdict(wanted.get((group, peer)), results)}".rstrip())
         if verdict := _verdict(wanted.get((group, None)), results):
             lines.append(f"{group:{width}} {'':38}  {verdict}")
         if all(row.limit for row in rows):

@@ -31,7 +31,7 @@ def training_curve(history: History, path: Path) -> None:
     lines += accuracy_axes.plot(epochs, final, "--", color="tab:green", label="of the averaged weights")
     loss_axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
     loss_axes.set(xlabel="epoch", ylabel="training loss", ylim=(0, None))
-    accuracy_axes.set(ylabel="test accuracy", ylim=(min(0.9, *history.accuracy), 1))
+    accuracy_axes.set(ylabel="test accuracy", ylim=(min(0.9, *history.accuracy), 1.01))
     accuracy_axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
     loss_axes.legend(handles=lines, loc="center right")
     loss_axes.grid(alpha=0.3)
