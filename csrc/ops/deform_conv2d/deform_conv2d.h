@@ -37,8 +37,7 @@ int64_t deform_conv2d_backward_cuda_workspace(const DeformConv2dParams& params, 
                                               bool deterministic);
 // Null, or what went wrong with the launch.
 const char* deform_conv2d_forward_cuda(const DeformConv2dParams& params, void* workspace, void* stream);
-const char* deform_conv2d_backward_cuda(const DeformConv2dParams& params,
-                                        const DeformConv2dGradients& gradients, bool deterministic, void* workspace,
-                                        void* stream);
+const char* deform_conv2d_backward_cuda(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
+                                        bool deterministic, void* workspace, void* stream);
 
 }  // namespace myvision

@@ -9,8 +9,7 @@ namespace myvision {
 namespace {
 
 ScalarType check_types(const Tensor& x, const Tensor& y) {
-  MYVISION_CHECK(x.defined() && y.defined(), "my_add: x and y must be tensors, got None as ",
-                 x.defined() ? "y" : "x");
+  MYVISION_CHECK(x.defined() && y.defined(), "my_add: x and y must be tensors, got None as ", x.defined() ? "y" : "x");
   MYVISION_CHECK(same_device(x, y), "my_add: x and y must be on one device, got x on ", device_name(x), " and y on ",
                  device_name(y));
   const std::optional<ScalarType> type = result_type(x, y);
