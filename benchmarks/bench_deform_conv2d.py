@@ -11,6 +11,7 @@ from multiprocessing import get_context
 
 import torch
 import torch.nn.functional as F
+
 from myvision.ops import deform_conv2d
 
 from .harness import OURS, Bar, Case, Function, Limits, Result, Settings, TimeCase, can_measure_memory, extra_memory

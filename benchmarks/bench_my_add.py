@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
+
 from myvision.ops import my_add
 
 from .harness import OURS, Bar, Case, Function, Settings, TimeCase
