@@ -1,4 +1,4 @@
-// Scratch memory of a kernel, aligned to a cache line, uninitialised, freed at the end of the scope.
+// Scratch memory of a kernel: aligned to a cache line, uninitialised, given back at the end of the scope.
 #pragma once
 #include <cstdint>
 
@@ -16,6 +16,7 @@ class Workspace {
   }
 
  private:
+  int64_t bytes_;
   void* data_;
 };
 

@@ -57,6 +57,14 @@ void plan_samples(const AxisSamples<T>& y, const AxisSamples<T>& x, const Vec<T>
   fx.store(plan + kFractionX * kPlanRow);
 }
 
+template <typename In>
+inline void fetch_row(const In* row, int64_t stride, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(In);
+  if (stride != 1) return;
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i);
+  __builtin_prefetch(row + n - 1);
+}
+
 // Fills the plan for the taps of a range. offset and mask are one image's, from the first channel of the offset group.
 template <typename T, typename In>
 void make_plan(const DeformConv2dParams& p, const Layout& l, const In* offset, const In* mask, const Tile& tile,
@@ -71,13 +79,15 @@ void make_plan(const DeformConv2dParams& p, const Layout& l, const In* offset, c
       const int64_t y = tile.y + row;
       const In* at = offset + 2 * tap * p.offset.stride[1] + y * p.offset.stride[2] + tile.x * p.offset.stride[3];
       // The planes lie far apart: fetch what the tap after next, or the next offset group, will read.
-      __builtin_prefetch(at + 4 * p.offset.stride[1]);
-      __builtin_prefetch(at + 5 * p.offset.stride[1]);
+      fetch_row(at + 4 * p.offset.stride[1], p.offset.stride[3], tile.width);
+      fetch_row(at + 5 * p.offset.stride[1], p.offset.stride[3], tile.width);
       copy_row<T>(at, p.offset.stride[3], tile.width, offset_y, 1);
       copy_row<T>(at + p.offset.stride[1], p.offset.stride[3], tile.width, offset_x, 1);
-      if (mask)
-        copy_row<T>(mask + tap * p.mask.stride[1] + y * p.mask.stride[2] + tile.x * p.mask.stride[3], p.mask.stride[3],
-                    tile.width, factor, 1);
+      if (mask) {
+        const In* of_row = mask + tap * p.mask.stride[1] + y * p.mask.stride[2] + tile.x * p.mask.stride[3];
+        fetch_row(of_row + 2 * p.mask.stride[1], p.mask.stride[3], tile.width);
+        copy_row<T>(of_row, p.mask.stride[3], tile.width, factor, 1);
+      }
       const Vec<T> grid_y(sample_position(y, p.stride_h, p.padding_h, tap_y, p.dilation_h, T(0)));
       for (int64_t i = 0; i < tile.width; i += Vec<T>::size())
         plan_samples<T>(AxisSamples<T>(grid_y + Vec<T>::loadu(offset_y + i), p.height),
