@@ -26,7 +26,9 @@
 #endif
 
 #if !defined(MYVISION_EMULATOR)
-#define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+// Runs kernel on `blocks` blocks of `threads`; no block, no launch.
+#define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...) \
+  if ((blocks) > 0) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
 // A variable in the block's shared memory; the third argument holds the dimensions of an array.
 #define MYVISION_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
 #endif

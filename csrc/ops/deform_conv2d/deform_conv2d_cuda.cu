@@ -12,6 +12,7 @@ constexpr int64_t kEnoughBlocks = 256;    // a smaller tile is better than fewer
 constexpr int64_t kWantedWeightBlocks = 512;  // the weight's gradient is split until it has as many
 constexpr int64_t kMaxPartialBytes = 32 << 20;
 constexpr int64_t kMaxInputBytes = 64 << 20;  // of float gradients of half inputs; one image at the least
+constexpr int64_t kMaxCount = 1 << 30;        // of what the kernels count in 32 bits, with room to round up
 constexpr int64_t kAlignment = 256;           // of the parts of the workspace
 
 // Forward: for as many output channels as a tile has rows.
@@ -38,7 +39,7 @@ int64_t depth_of(const DeformConv2dParams& params) {
 DeformConv2dSizes sizes_of(const DeformConv2dParams& params) {
   DeformConv2dSizes sizes;
   sizes.taps = static_cast<int>(params.kernel_h * params.kernel_w);
-  sizes.group_inputs = static_cast<int>(std::max<int64_t>(params.in_channels / params.groups, 1));
+  sizes.group_inputs = static_cast<int>(params.in_channels / params.groups);
   sizes.group_outputs = static_cast<int>(params.out_channels / params.groups);
   sizes.offset_channels = static_cast<int>(params.in_channels / params.offset_groups);
   sizes.depth = static_cast<int>(depth_of(params));
@@ -50,8 +51,7 @@ DeformConv2dSizes sizes_of(const DeformConv2dParams& params) {
 const char* check(const DeformConv2dParams& params) {
   const int64_t largest = std::max({params.in_channels, params.out_channels, params.kernel_h * params.kernel_w,
                                     params.offset_groups, depth_of(params), params.out_height, params.out_width});
-  return largest <= INT32_MAX ? nullptr
-                              : "more channels, kernel elements or output rows than the GPU kernels can count";
+  return largest <= kMaxCount ? nullptr : "the GPU kernels take up to 2^30 channels, column rows and output rows";
 }
 
 int64_t weight_count(const DeformConv2dParams& params) { return params.out_channels * depth_of(params); }
@@ -62,7 +62,6 @@ int64_t packed_weight_bytes(const DeformConv2dParams& params) {
 template <typename T, bool kDepthFirst>
 void pack(const DeformConv2dParams& params, const DeformConv2dSizes& sizes, T* packed, GpuStream stream) {
   const int64_t count = weight_count(params);
-  if (count == 0) return;
   MYVISION_LAUNCH((pack_weight<T, kDepthFirst>), blocks_for(count, kThreads, kBlockLimit), kThreads, stream,
                   params.weight, packed, sizes, static_cast<int>(params.kernel_w), count);
 }
@@ -113,8 +112,8 @@ int64_t image_count(const DeformConv2dParams& params) { return params.in_channel
 // How many images the kernels take at a time.
 int64_t images_of_part(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
   if (!accumulates_in_workspace(params, gradients)) return params.batch;
-  const int64_t bytes = std::max<int64_t>(image_count(params) * sizeof(float), 1);
-  return std::clamp<int64_t>(kMaxInputBytes / bytes, 1, params.batch);
+  const int64_t image_bytes = image_count(params) * sizeof(float);
+  return std::max<int64_t>(std::min(kMaxInputBytes / image_bytes, params.batch), 1);
 }
 
 int64_t input_gradient_bytes(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
@@ -130,9 +129,9 @@ int64_t splits_of(const DeformConv2dParams& params) {
   using Tile = BackwardTile<float>;
   const int64_t tiles = ceil_div(params.out_channels / params.groups, Tile::kRows) * params.groups *
                         ceil_div(depth_of(params), Tile::kColumns);
-  const int64_t most = std::min(kMaxPartialBytes / std::max<int64_t>(weight_count(params) * real_size(params.dtype), 1),
+  const int64_t most = std::min(kMaxPartialBytes / (weight_count(params) * real_size(params.dtype)),
                                 ceil_div(params.batch * params.out_height * params.out_width, Tile::kDepth));
-  return std::max<int64_t>(std::min(ceil_div(kWantedWeightBlocks, std::max<int64_t>(tiles, 1)), most), 1);
+  return std::max<int64_t>(std::min(ceil_div(kWantedWeightBlocks, tiles), most), 1);
 }
 
 Strided4 from_image(Strided4 tensor, int64_t image, int64_t element_size) {
@@ -164,7 +163,6 @@ Strided4 dense_input(const DeformConv2dParams& params, void* data) {
 template <typename T>
 void write_input(const DeformConv2dParams& params, const Strided4& target, const RealOf<T>* source, GpuStream stream) {
   const int64_t count = params.batch * image_count(params);
-  if (count == 0) return;
   MYVISION_LAUNCH((write_input_gradient<T>), blocks_for(count, kThreads, kBlockLimit), kThreads, stream, target, params,
                   source, count);
 }
@@ -185,7 +183,6 @@ void launch_input_ordered(const DeformConv2dParams& params, const T* weight, con
   using Tile = OrderedTile<RealOf<T>>;
   const DeformConv2dSizes sizes = sizes_of(params);
   const int64_t tiles = params.batch * params.offset_groups * ceil_div(sizes.offset_channels, Tile::kRows);
-  if (tiles == 0) return;
   MYVISION_LAUNCH((deform_conv2d_backward_input_ordered<T, Tile>), blocks_for(tiles, 1), Tile::kThreads, stream, params,
                   sizes, weight, grad_input, tiles);
 }
@@ -227,7 +224,6 @@ void backward_weight(const DeformConv2dParams& params, const Strided4& grad_weig
   using Real = RealOf<T>;
   using Tile = BackwardTile<Real>;
   const int64_t count = weight_count(params);
-  if (count == 0) return;
   const DeformConv2dSizes sizes = sizes_of(params);
   const int64_t splits = splits_of(params);
   const int64_t tiles =
@@ -269,7 +265,6 @@ int64_t deform_conv2d_backward_cuda_workspace(const DeformConv2dParams& params, 
 
 const char* deform_conv2d_forward_cuda(const DeformConv2dParams& params, void* workspace, void* stream) {
   if (const char* error = check(params)) return error;
-  if (params.batch == 0 || params.out_channels == 0) return nullptr;
   return visit_floating(params.dtype, [&](auto element) {
     using T = decltype(element);
     return forward(params, static_cast<T*>(workspace), static_cast<GpuStream>(stream));

@@ -29,7 +29,7 @@ namespace myvision {
 // Sizes that every kernel derives from DeformConv2dParams.
 struct DeformConv2dSizes {
   int taps;             // kernel_h * kernel_w
-  int group_inputs;     // input channels of a group; 1 rather than 0, for it divides
+  int group_inputs;     // input channels of a group
   int group_outputs;    // output channels of a group
   int offset_channels;  // input channels that share their offsets
   int depth;            // rows of a group's column matrix
@@ -182,7 +182,7 @@ class ColumnSampler {
       if (row.channel >= end_ || row.tap != tap_) take_sample(row);
       const int run = min(kCount - done, end_ - row.channel);
       const T* channel = image_ + row.channel * params_.input.stride[1];
-#pragma unroll 4
+#pragma unroll 4  // 16 loads in flight; more would spill registers
       for (int i = 0; i < run; ++i) {
         store(done + i, element(channel));
         channel += params_.input.stride[1];
@@ -327,6 +327,27 @@ __global__ void pack_weight(const Strided4 weight, T* packed, const DeformConv2d
   }
 }
 
+// Adds the bias and writes a tile: `channels` channels from first_channel on, at the first `pixels` positions of
+// output.
+template <typename T, typename Tile>
+__device__ __forceinline__ void write_output(const DeformConv2dParams& params, int64_t first_channel, int channels,
+                                             const int64_t* positions, int64_t pixels,
+                                             const typename Tile::Sums& sums) {
+  using Real = typename Tile::Real;
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; ++i) {
+    const int row = Tile::first_row() + i;
+    if (row >= channels) break;
+    const Real bias = params.bias.data ? to_real(*at<const T>(params.bias, first_channel + row, 0, 0, 0)) : Real(0);
+    T* output = at<T>(params.output, 0, first_channel + row, 0, 0);
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadColumns; ++j) {
+      const int column = Tile::first_column() + j;
+      if (column < pixels) output[positions[column]] = from_real<T>(sums[i][j] + bias);
+    }
+  }
+}
+
 // A block computes kRows output channels of one group at kColumns pixels. weight is packed depth first.
 template <typename T, typename Tile>
 __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
@@ -345,11 +366,10 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
     const int64_t pixel_tile = divide(pixel_tile_and_group, params.groups);
     const int group = static_cast<int>(pixel_tile_and_group - pixel_tile * params.groups);
     const int first_row = static_cast<int>(tile - pixel_tile_and_group * row_tiles) * Tile::kRows;
-    const int64_t first_pixel = pixel_tile * Tile::kColumns;
-    const bool exists = first_pixel + column < sizes.pixels;
+    const int64_t first_pixel = pixel_tile * Tile::kColumns, pixels_left = sizes.pixels - first_pixel;
 
     // Columns past the last pixel repeat it; they are not written.
-    const Pixel pixel = pixel_at(params, exists ? first_pixel + column : sizes.pixels - 1);
+    const Pixel pixel = pixel_at(params, first_pixel + min(int64_t(column), pixels_left - 1));
     if (first_sampled == 0) {
       output_position[column] =
           pixel.image * params.output.stride[0] + pixel.y * params.output.stride[2] + pixel.x * params.output.stride[3];
@@ -374,21 +394,8 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
         },
         sums);
 
-#pragma unroll
-    for (int i = 0; i < Tile::kThreadRows; ++i) {
-      const int row = first_row + Tile::first_row() + i;
-      if (row >= sizes.group_outputs) break;
-      const int64_t channel = int64_t(group) * sizes.group_outputs + row;
-      const Real bias = params.bias.data ? to_real(*at<const T>(params.bias, channel, 0, 0, 0)) : Real(0);
-      T* output = at<T>(params.output, 0, channel, 0, 0);
-#pragma unroll
-      for (int j = 0; j < Tile::kThreadColumns; ++j) {
-        const int pixel_column = Tile::first_column() + j;
-        if (first_pixel + pixel_column < sizes.pixels) {
-          output[output_position[pixel_column]] = from_real<T>(sums[i][j] + bias);
-        }
-      }
-    }
+    write_output<T, Tile>(params, int64_t(group) * sizes.group_outputs + first_row, sizes.group_outputs - first_row,
+                          output_position, pixels_left, sums);
     __syncthreads();  // output_position is free again
   }
 }
@@ -474,6 +481,61 @@ __device__ __forceinline__ void visit_corners(const Sample<Real>& sample, const 
   }
 }
 
+// Adds to the input's gradient around a sample, in no fixed order.
+template <typename Real>
+__device__ __forceinline__ void add_atomically(const Sample<Real>& sample, Real gradient, const Strided4& grad_input,
+                                               Real* channel) {
+  const Corners<Real> share = spread(sample, gradient);
+  visit_corners(sample, grad_input,
+                [&](int dy, int dx, int64_t position) { atomicAdd(channel + position, share.value[dy][dx]); });
+}
+
+// The same where one thread owns the channel.
+template <typename Real>
+__device__ __forceinline__ void add_alone(const Sample<Real>& sample, Real gradient, const Strided4& grad_input,
+                                          Real* channel) {
+  const Corners<Real> share = spread(sample, gradient);
+  // The corners are distinct: reading all before the first write leaves one latency to wait for, not four.
+  const Corners<Real> sum = load_corners(sample, grad_input, channel);
+  visit_corners(sample, grad_input,
+                [&](int dy, int dx, int64_t position) { channel[position] = sum.value[dy][dx] + share.value[dy][dx]; });
+}
+
+// Gradients of a sample's offset, but for the factor mask, and of its mask.
+template <typename Real>
+struct SampleGradient {
+  Real y, x, mask;
+
+  __device__ __forceinline__ void operator+=(const SampleGradient& other) {
+    y += other.y;
+    x += other.x;
+    mask += other.mask;
+  }
+};
+
+template <typename Real>
+__device__ __forceinline__ SampleGradient<Real> sample_gradient(const Sample<Real>& sample,
+                                                                const Corners<Real>& corners, Real gradient) {
+  return {gradient * slope_y(sample, corners), gradient * slope_x(sample, corners),
+          gradient * interpolate(sample, corners)};
+}
+
+template <typename T>
+__device__ __forceinline__ void write_sample_gradient(const SampleGradient<RealOf<T>>& gradient,
+                                                      const Sample<RealOf<T>>& sample, const Pixel& pixel,
+                                                      int64_t sample_channel, const Strided4& grad_offset,
+                                                      const Strided4& grad_mask) {
+  if (grad_offset.data) {
+    const RealOf<T> mask = sample.corners ? sample.mask : 0;  // outside the gradient is 0, whatever the mask is
+    T* target = at<T>(grad_offset, pixel.image, 2 * sample_channel, pixel.y, pixel.x);
+    target[0] = from_real<T>(gradient.y * mask);
+    target[grad_offset.stride[1]] = from_real<T>(gradient.x * mask);
+  }
+  if (grad_mask.data) {
+    *at<T>(grad_mask, pixel.image, sample_channel, pixel.y, pixel.x) = from_real<T>(gradient.mask);
+  }
+}
+
 // A block takes one tap of one offset group at kColumns pixels, so that the sums over channels which are the gradients
 // of offset and mask stay inside the block. grad_input is of Real, and added to by atomics.
 template <typename T, typename Tile>
@@ -483,9 +545,8 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
                                    int64_t tiles) {
   using Real = typename Tile::Real;
   constexpr int kSlices = Tile::kThreads / Tile::kColumns;  // threads that share a pixel
-  enum { kY, kX, kMask, kSums };
   MYVISION_SHARED(ColumnGradient<Tile>, shared);
-  MYVISION_SHARED(Real, partial, [kSums][kSlices][Tile::kColumns]);
+  MYVISION_SHARED(SampleGradient<Real>, partial, [kSlices][Tile::kColumns]);
   const int column = threadIdx.x % Tile::kColumns, slice = threadIdx.x / Tile::kColumns;
 
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -494,13 +555,13 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
     const int tap = static_cast<int>(tile - pixel_tile_and_group * sizes.taps);
     const int offset_group = static_cast<int>(pixel_tile_and_group - pixel_tile * params.offset_groups);
     const int64_t index = pixel_tile * Tile::kColumns + column;
-    const bool exists = index < sizes.pixels;
 
     // Columns past the last pixel repeat it, without effect.
+    const bool exists = index < sizes.pixels;
     const Pixel pixel = pixel_at(params, exists ? index : sizes.pixels - 1);
     const T* grad_output = at<const T>(params.output, pixel.image, 0, pixel.y, pixel.x);
     const Sample<Real> sample = sample_at<T>(params, sizes, pixel, offset_group, tap);
-    Real sums[kSums] = {};
+    SampleGradient<Real> sum{};
     const int end = (offset_group + 1) * sizes.offset_channels;
     for (int channel = offset_group * sizes.offset_channels, channels; channel < end; channel += channels) {
       channels = channels_of_tile<Tile>(sizes, channel, end);
@@ -508,40 +569,22 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
       for (int row = slice; row < channels && exists && sample.corners; row += kSlices) {
         const Real gradient = shared.gradient[row][column];
         if (grad_input.data) {
-          Real* target = at<Real>(grad_input, pixel.image, channel + row, 0, 0);
-          const Corners<Real> share = spread(sample, gradient);
-          visit_corners(sample, grad_input,
-                        [&](int dy, int dx, int64_t position) { atomicAdd(target + position, share.value[dy][dx]); });
+          add_atomically(sample, gradient, grad_input, at<Real>(grad_input, pixel.image, channel + row, 0, 0));
         }
         if (grad_offset.data || grad_mask.data) {
-          const T* source = at<const T>(params.input, pixel.image, channel + row, 0, 0);
-          const Corners<Real> corners = load_corners(sample, params.input, source);
-          sums[kY] += gradient * slope_y(sample, corners);
-          sums[kX] += gradient * slope_x(sample, corners);
-          sums[kMask] += gradient * interpolate(sample, corners);
+          const T* input = at<const T>(params.input, pixel.image, channel + row, 0, 0);
+          sum += sample_gradient(sample, load_corners(sample, params.input, input), gradient);
         }
       }
       __syncthreads();  // shared is free again
     }
 
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) partial[i][slice][column] = sums[i];
+    partial[slice][column] = sum;
     __syncthreads();
     if (slice == 0 && exists) {
-      const int64_t sample_channel = int64_t(offset_group) * sizes.taps + tap;
 #pragma unroll
-      for (int other = 1; other < kSlices; ++other) {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] += partial[i][other][column];
-      }
-      if (grad_offset.data) {
-        T* target = at<T>(grad_offset, pixel.image, 2 * sample_channel, pixel.y, pixel.x);
-        target[0] = from_real<T>(sample.corners ? sums[kY] * sample.mask : Real(0));
-        target[grad_offset.stride[1]] = from_real<T>(sample.corners ? sums[kX] * sample.mask : Real(0));
-      }
-      if (grad_mask.data) {
-        *at<T>(grad_mask, pixel.image, sample_channel, pixel.y, pixel.x) = from_real<T>(sums[kMask]);
-      }
+      for (int other = 1; other < kSlices; ++other) sum += partial[other][column];
+      write_sample_gradient<T>(sum, sample, pixel, int64_t(offset_group) * sizes.taps + tap, grad_offset, grad_mask);
     }
     __syncthreads();  // partial is free again
   }
@@ -578,14 +621,8 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
           column_gradient<Tile>(params, sizes, weight, tap, channel, channels, grad_output, shared);
           const int row = threadIdx.x;
           for (int i = 0; i < columns && row < channels; ++i) {
-            const Sample<Real> sample = samples[i];
-            Real* target = at<Real>(grad_input, image, channel + row, 0, 0);
-            const Corners<Real> share = spread(sample, shared.gradient[row][i]);
-            // The corners are distinct: reading all before the first write leaves one latency to wait for, not four.
-            const Corners<Real> sum = load_corners(sample, grad_input, target);
-            visit_corners(sample, grad_input, [&](int dy, int dx, int64_t position) {
-              target[position] = sum.value[dy][dx] + share.value[dy][dx];
-            });
+            add_alone(samples[i], shared.gradient[row][i], grad_input,
+                      at<Real>(grad_input, image, channel + row, 0, 0));
           }
           __syncthreads();  // shared, and at last samples, are free again
         }

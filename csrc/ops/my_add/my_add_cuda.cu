@@ -64,7 +64,6 @@ template <typename T>
 const char* launch(const MyAddParams& params, GpuStream stream) {
   constexpr int kWidth = kVectorBytes / sizeof(T);
   const int64_t size = number_of_elements(params);
-  if (size == 0) return nullptr;
   if (is_contiguous(params)) {
     const bool aligned = is_vector_aligned(params.x) && is_vector_aligned(params.y) && is_vector_aligned(params.output);
     return aligned ? launch_contiguous<T, kWidth>(params, size, stream) : launch_contiguous<T, 1>(params, size, stream);
