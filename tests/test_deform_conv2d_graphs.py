@@ -90,10 +90,11 @@ def test_compile_with_dynamic_sizes_from_the_start() -> None:
     assert counter.frame_count == 1
 
 
-def test_inductor() -> None:
+@pytest.mark.parametrize("options", [{"offset_groups": 2}, {"modulated": False, "bias": False}])
+def test_inductor(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    layer = Layer(padding=1, offset_groups=2).to(memory_format=torch.channels_last)
-    x = torch.rand(2, 4, 8, 8, requires_grad=True).to(memory_format=torch.channels_last)
+    layer = Layer(padding=1, **options).to(memory_format=torch.channels_last)
+    x = torch.rand(2, 4, 8, 8).to(memory_format=torch.channels_last)
     compiled = torch.compile(layer, fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x))
     torch.testing.assert_close(
