@@ -64,6 +64,11 @@ class Flags:
     def all(self) -> list[str]:
         return self.every + (self.debug if switched_on("DEBUG") else self.release)
 
+    def kernels(self, instruction_set: str) -> list[str]:
+        """Of the files that are compiled once per instruction set."""
+        names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
+        return self.all() + self.instruction_set[instruction_set] + names
+
 
 GNU_EVERY = ["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 GCC = Flags(
@@ -380,13 +385,11 @@ def build_ext_command(choice: Configuration) -> type:
             self.build_temp = shared
 
         def compile_kernels(self, ext: Extension, instruction_set: str) -> list[str]:
-            flags = choice.flags.all() + choice.flags.instruction_set[instruction_set]
-            names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
             return self.compiler.compile(
                 sources("ops/*/*_cpu.cpp"),
                 output_dir=os.path.join(self.build_temp, instruction_set),
                 include_dirs=ext.include_dirs,
-                extra_postargs={"cxx": flags + names},
+                extra_postargs={"cxx": choice.flags.kernels(instruction_set)},
             )
 
     return KernelBuildExtension
