@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,12 +77,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(cases: Sequence[Case], settings: Settings, limits: Limits) -> list[Result]:
-    """Measures the cases and prints each group's table as soon as it is complete."""
+    """Measures the cases and prints each as soon as it is measured."""
+    width = max(len(case.name) for case in cases)
     results: list[Result] = []
-    for group, members in groupby(cases, key=lambda case: case.group):
-        rows = [case.measure(settings, limits) for case in members]
-        print(report.group_table(group, rows), flush=True)
-        results += rows
+    for case in cases:
+        row = case.measure(settings, limits)
+        if not results or results[-1].group != row.group:
+            print(report.header(row, width))
+        print(report.line(row, width), flush=True)
+        results.append(row)
     return results
 
 

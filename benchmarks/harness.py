@@ -19,6 +19,7 @@ import torch
 
 OURS = "myvision"
 BATCH_SECONDS = 0.3
+LIMIT_TRIES = 30
 
 Function = Callable[[], torch.Tensor]
 
@@ -216,13 +217,13 @@ def measure_limits(device: torch.device, quick: bool = False) -> Limits:
 def _copy_bandwidth(device: torch.device, megabytes: int) -> float:
     source = torch.ones(megabytes << 18, device=device)
     target = torch.empty_like(source)
-    seconds = min(_seconds_a_call(lambda: target.copy_(source), 1, device) for _ in range(8))
+    seconds = min(_seconds_a_call(lambda: target.copy_(source), 1, device) for _ in range(LIMIT_TRIES))
     return 2 * source.nbytes / seconds
 
 
 def _sgemm_peak(device: torch.device, size: int) -> float:
     a = torch.rand(size, size, device=device)
-    return 2 * size**3 / min(_seconds_a_call(lambda: a @ a, 1, device) for _ in range(8))
+    return 2 * size**3 / min(_seconds_a_call(lambda: a @ a, 1, device) for _ in range(LIMIT_TRIES))
 
 
 def _fma_peak(threads: int, iterations: int = 1_000_000) -> float | None:
@@ -249,7 +250,7 @@ def _fma_peak(threads: int, iterations: int = 1_000_000) -> float | None:
     probe.run_fma_chains.restype = ctypes.c_float
     flops = threads * iterations * ctypes.c_int.in_dll(probe, "flops_per_iteration").value
     with ThreadPoolExecutor(threads) as pool:
-        return flops / min(_seconds_of_round(pool, probe, threads, iterations) for _ in range(8))
+        return flops / min(_seconds_of_round(pool, probe, threads, iterations) for _ in range(LIMIT_TRIES))
 
 
 def _seconds_of_round(pool: ThreadPoolExecutor, probe: ctypes.CDLL, threads: int, iterations: int) -> float:

@@ -20,18 +20,18 @@ def groups(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     return [(group, list(rows)) for group, rows in groupby(results, key=lambda row: row.group)]
 
 
-def group_table(group: str, rows: Sequence[Result]) -> str:
-    """One line a case: ours, its share of the machine's limit, each peer with the ratio of ours to it."""
-    width = max(len(row.name) for row in rows)
-    lines = [group, f"  {'':{width}} {OURS:>14} {'limit':>6} " + " ".join(f"{peer:>24}" for peer in rows[0].peers)]
-    lines += [f"  {row.name:{width}} {_row(row)}" for row in rows]
-    return "\n".join(lines)
+def header(row: Result, width: int) -> str:
+    """The two lines above a group's rows, of which `row` is one; names take `width` columns."""
+    peers = " ".join(f"{peer:>24}" for peer in row.peers)
+    return f"{row.group}\n  {'':{width}} {OURS:>14} {'limit':>6} {peers}"
 
 
-def _row(row: Result) -> str:
+def line(row: Result, width: int) -> str:
+    """Ours, its share of the machine's limit, each peer with the ratio of ours to it."""
     share = f"{row.limit / row.figures[OURS]:6.0%}" if row.limit else " " * 6
     peers = " ".join(f"{_figure(row.figures[peer], row.unit):>14} ({row.ratio(peer):5.2f} x)" for peer in row.peers)
-    return f"{_figure(row.figures[OURS], row.unit):>14} {share} {peers}" + ("  noisy" if row.noisy else "")
+    noisy = "  noisy" if row.noisy else ""
+    return f"  {row.name:{width}} {_figure(row.figures[OURS], row.unit):>14} {share} {peers}{noisy}"
 
 
 def _figure(value: float, unit: str) -> str:

@@ -27,7 +27,9 @@ def arguments(*options: str) -> argparse.Namespace:
 
 @needs_extra
 def test_demo_runs_every_step(tmp_path: Path) -> None:
-    printed = run_python(f"from myvision.__main__ import main; main(['demo', '--quick', '--out', {str(tmp_path)!r}])")
+    printed = run_python(
+        f"from myvision.__main__ import main; main(['demo', '--quick', '--threads', '1', '--out', {str(tmp_path)!r}])"
+    )
     for pictured in ("training_curve", "sampling_points", "speed"):
         assert (tmp_path / f"{pictured}.png").read_bytes().startswith(b"\x89PNG")
     for exported in ("digits_traced.pt", "digits.pt2", "digits.onnx"):
