@@ -202,9 +202,19 @@ void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients&
              });
 }
 #else
-void run_forward(const DeformConv2dParams& params, const Tensor&) { cpu_kernels().deform_conv2d_forward(params); }
+// A limit of the CPU kernels, which number the pixels of a padded plane in 32 bits.
+void check_plane(const DeformConv2dParams& p) {
+  check((p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
+        " pixels; on the CPU they must have less than 2^31, a border included");
+}
+
+void run_forward(const DeformConv2dParams& params, const Tensor&) {
+  check_plane(params);
+  cpu_kernels().deform_conv2d_forward(params);
+}
 
 void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&, bool) {
+  check_plane(params);
   cpu_kernels().deform_conv2d_backward(params, gradients);  // deterministic anyway
 }
 #endif
