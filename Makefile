@@ -6,10 +6,6 @@ BIN := $(VENV)/bin
 BUILD_REQUIREMENTS := "setuptools>=77" "ninja>=1.11" "torch>=2.11" "torchvision>=0.26"
 TEST_JOBS ?= 2
 WHEEL_DIR ?= dist
-ASAN := -fsanitize=address -fno-omit-frame-pointer
-# libstdc++ too: the sanitizer must see the C++ runtime before Python, which has none, starts.
-ASAN_PRELOAD = $$(c++ -print-file-name=libasan.so):$$(c++ -print-file-name=libstdc++.so)
-ASAN_TESTS ?= $(abspath $(wildcard tests/test_my_add.py tests/test_deform_conv2d*.py))
 
 .PHONY: help build demo test bench lint wheel asan clean
 .DELETE_ON_ERROR:
@@ -55,12 +51,8 @@ wheel: $(VENV)/.environment
 	rm -rf build/lib*
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(WHEEL_DIR) .
 
-# A build of its own, and the operators' tests in it: the library must not be loaded from the source tree.
 asan: $(VENV)/.with-test
-	CFLAGS="$(ASAN)" LDFLAGS="$(ASAN)" MYVISION_NO_CUDA=1 $(BIN)/python setup.py \
-	    build --build-lib build/asan build_ext --build-temp build/asan-objects
-	cd build/asan && LD_PRELOAD=$(ASAN_PRELOAD) ASAN_OPTIONS=detect_leaks=0 \
-	    $(abspath $(BIN))/python -m pytest -n $(TEST_JOBS) $(ASAN_TESTS)
+	$(BIN)/python tools/asan.py
 
 clean:
 	rm -rf build dist *.egg-info $(VENV) myvision/*.so demo_output

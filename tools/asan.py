@@ -15,8 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "asan"
 SOURCES = ["csrc", "myvision", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-# What comes near the edges: odd shapes, strides with gaps, positions that are far off, infinite or NaN.
-TESTS = "far or any or empty or wanted or layout or 32_bits"
+TESTS = ["tests/test_my_add.py", "tests/test_deform_conv2d.py", "tests/test_deform_conv2d_errors.py"]
+# What comes near the edges: odd shapes, strides with gaps, positions that are far off, infinite or NaN, bad input.
+SELECTED = "far or any_ or empty or wanted or layout or 32_bits or bad_input"
 
 
 def build() -> None:
@@ -35,13 +36,16 @@ def build() -> None:
 
 
 def sanitized() -> dict[str, str]:
-    """The environment in which the library of AddressSanitizer comes first. Python has leaks: they are not looked for."""
+    """An environment that loads AddressSanitizer, and the C++ runtime whose exceptions it watches, before Python."""
     compiler = os.environ.get("CXX", "c++")
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    library = Path(found.stdout.strip()).resolve()
-    if not library.is_file():
-        sys.exit(f"asan: {compiler} has no AddressSanitizer library (libasan.so)")
-    return os.environ | {"LD_PRELOAD": str(library), "ASAN_OPTIONS": "detect_leaks=0"}
+    libraries = []
+    for name in ("libasan.so", "libstdc++.so"):
+        found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        libraries.append(Path(found.stdout.strip()).resolve())
+        if not libraries[-1].is_file():
+            sys.exit(f"asan: {compiler} has no {name}")
+    # Leaks are not looked for: Python has some.
+    return os.environ | {"LD_PRELOAD": ":".join(map(str, libraries)), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
 def instruction_sets(environment: dict[str, str]) -> list[str]:
@@ -55,7 +59,7 @@ def main() -> None:
     build()
     environment = sanitized()
     # AddressSanitizer writes its report to the process's own standard error.
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-k", TESTS, "tests/test_deform_conv2d.py"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-k", SELECTED, *TESTS]
     for name in instruction_sets(environment):
         print(f"asan: {name}", flush=True)
         result = subprocess.run(pytest, cwd=BUILD, env=environment | {"ATEN_CPU_CAPABILITY": name})
