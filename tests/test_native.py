@@ -107,7 +107,7 @@ def check_gemm(
         )
         left = a.as_strided((rows, depth), a_strides).double().numpy()
         right = b.as_strided((depth, columns), b_strides).double().numpy()
-        expected = c.double()
+        expected = c.to(torch.float64, copy=True)
         product = expected.as_strided((rows, columns), c_strides).numpy()
         magnitude = np.abs(left) @ np.abs(right) + np.abs(product)
         product[:] = left @ right + (product if accumulate else 0)
