@@ -8,7 +8,9 @@ import ctypes
 import itertools
 import math
 import mmap
+import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -33,6 +35,8 @@ DTYPES = [torch.float64, torch.float32]  # those computed in
 Memory = Callable[[int, torch.dtype], Tensor]  # at least so many elements, each 7
 
 setup_script = load_script(REPOSITORY / "setup.py")
+if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    pytest.skip("a pybind11 module needs Python's headers: install python3-dev", allow_module_level=True)
 
 
 def name_of(value: object) -> str:
