@@ -107,8 +107,11 @@ def gpu_compiler_flags() -> list[str]:
     return ["-std=c++20", *optimise, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
 
 
-def default_cuda_architectures(cuda: tuple[int, int]) -> str:
-    """For a build machine without a GPU: what this toolkit compiles for, newest as PTX so that later GPUs run it."""
+ROCM_ARCHITECTURES = "gfx90a;gfx942;gfx1030;gfx1100"
+
+
+def cuda_architectures(cuda: tuple[int, int]) -> str:
+    """Those that a toolkit compiles for, the newest as PTX too so that later GPUs run it."""
     listed = ["7.5", "8.0", "8.6", "8.9", "9.0"] + (["10.0", "12.0"] if cuda >= (12, 8) else [])
     return ";".join(listed) + "+PTX"
 
@@ -238,18 +241,19 @@ def choose_gpu(torch: Any) -> Gpu:
         if switched_on("FORCE_CUDA"):
             fail("MYVISION_NO_CUDA and FORCE_CUDA are both set; unset one")
         return Gpu(None, "MYVISION_NO_CUDA is set")
-    gpu = choose_hip() if torch.version.hip else choose_cuda(torch)
+    gpu = choose_hip(torch) if torch.version.hip else choose_cuda(torch)
     if gpu.kind is None and switched_on("FORCE_CUDA"):
         fail(f"FORCE_CUDA is set, but {gpu.why}")
     return gpu
 
 
-def choose_hip() -> Gpu:
+def choose_hip(torch: Any) -> Gpu:
     from torch.utils import cpp_extension
 
     if cpp_extension.ROCM_HOME is None:
         return Gpu(None, "no ROCm toolkit was found: set ROCM_HOME to it")
-    return Gpu("hip", f"ROCm in {cpp_extension.ROCM_HOME}")
+    architectures = choose_architectures(torch, "PYTORCH_ROCM_ARCH", ROCM_ARCHITECTURES)
+    return Gpu("hip", f"ROCm in {cpp_extension.ROCM_HOME}, architectures {architectures}")
 
 
 def choose_cuda(torch: Any) -> Gpu:
@@ -265,10 +269,17 @@ def choose_cuda(torch: Any) -> Gpu:
             f"{torch.version.cuda}: set CUDA_HOME to a toolkit of the same major version, or MYVISION_NO_CUDA=1"
         )
     os.environ["CUDA_HOME"] = str(home)  # read when torch.utils.cpp_extension is imported
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
-        os.environ["TORCH_CUDA_ARCH_LIST"] = default_cuda_architectures(version)
-    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or "those of the GPUs here"
+    architectures = choose_architectures(torch, "TORCH_CUDA_ARCH_LIST", cuda_architectures(version))
     return Gpu("cuda", f"CUDA {version[0]}.{version[1]} in {home}, architectures {architectures}")
+
+
+def choose_architectures(torch: Any, variable: str, default: str) -> str:
+    """The variable as it is set; else torch takes those of the GPUs here, and without a GPU it takes the default."""
+    if not os.environ.get(variable):
+        if torch.cuda.is_available():
+            return "those of the GPUs here"
+        os.environ[variable] = default
+    return os.environ[variable]
 
 
 def sources(pattern: str) -> list[str]:

@@ -153,7 +153,7 @@ def test_without_a_gpu_the_architectures_are_never_empty(tmp_path: Path, monkeyp
     monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path)))
     assert setup_script.choose_gpu(fake_torch()).kind == "cuda"
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
-    assert setup_script.default_cuda_architectures((12, 6)) == "7.5;8.0;8.6;8.9;9.0+PTX"
+    assert setup_script.cuda_architectures((12, 6)) == "7.5;8.0;8.6;8.9;9.0+PTX"
 
 
 def test_given_architectures_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,10 @@ def test_rocm_needs_its_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.cpp_extension.ROCM_HOME", None)
     assert "set ROCM_HOME" in setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0")).why
     monkeypatch.setattr("torch.utils.cpp_extension.ROCM_HOME", "/opt/rocm")
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "")
+    assert setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0", gpu=True)).why.endswith("those of the GPUs here")
     assert setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0")).kind == "hip"
+    assert "gfx90a" in os.environ["PYTORCH_ROCM_ARCH"]
 
 
 def test_hipify_translates_kernels_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
