@@ -103,6 +103,9 @@ FORWARD: dict[str, Callable[[Operator], Any]] = {
     "three jacfwd": lambda op: func.jacfwd(func.jacfwd(func.jacfwd(loss(op))))(X[0], Y[0]),
     "vmap of jvp": lambda op: func.vmap(lambda x, y: func.jvp(loss(op), (x, y), (y, x)))(X, Y),
     "jvp with no_grad inside": lambda op: func.jvp(partly_no_grad(op), (X, Y), (Y, X)),
+    "grad of jvp with no_grad inside": lambda op: func.grad(lambda x: func.jvp(partly_no_grad(op), (x, Y), (Y, x))[1])(
+        X
+    ),
     "linearize": lambda op: func.linearize(loss(op), X, Y)[1](Y, X),
 }
 

@@ -1,10 +1,6 @@
 """The operators as functions."""
 
-from importlib.util import find_spec
-
+from myvision.ops.deform_conv2d import deform_conv2d
 from myvision.ops.my_add import my_add
 
 __all__ = ["deform_conv2d", "my_add"]
-
-if find_spec("myvision.ops.deform_conv2d"):
-    from myvision.ops.deform_conv2d import deform_conv2d
