@@ -1,5 +1,6 @@
 // One kernel source for CUDA, HIP and the CPU emulator: everything that differs between them stands here.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -18,17 +19,18 @@
 #include <cuda_runtime.h>
 #endif
 
-#if defined(__HIP__) || defined(__HIPCC__)
-#define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) \
-  __launch_bounds__(threads)  // HIP's second number means another thing
+#if defined(__HIP__) || defined(__HIPCC__)  // where the second number means another thing
+#define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads)
 #else
 #define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads, min_blocks)
 #endif
 
 #if !defined(MYVISION_EMULATOR)
 // Runs kernel on `blocks` blocks of `threads`; no block, no launch.
-#define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...) \
-  if ((blocks) > 0) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__)
+#define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...)              \
+  do {                                                                     \
+    if ((blocks) > 0) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__); \
+  } while (false)
 // A variable in the block's shared memory; the third argument holds the dimensions of an array.
 #define MYVISION_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
 #endif
@@ -39,6 +41,7 @@ namespace myvision {
 using GpuStream = simt::Stream;
 inline const char* launch_error() { return simt::launch_error(); }
 inline constexpr int kWarpSize = simt::kWarpSize;
+inline constexpr int64_t kMaxBlocks = simt::kMaxBlocks;  // few, so that small tests make blocks loop
 #elif defined(__HIP__) || defined(__HIPCC__)
 using GpuStream = hipStream_t;
 // Null, or what went wrong with the last launch.
@@ -127,12 +130,16 @@ inline bool is_vector_aligned(const void* data) { return reinterpret_cast<std::u
 
 // ---- grids ----------------------------------------------------------------------------------------------------------
 
+// Every kernel loops until its work is done, whatever the grid.
+#if !defined(MYVISION_EMULATOR)
 inline constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's x dimension
+#endif
+inline constexpr int kWalkThreads = 256;         // of a block that walks over elements, one per thread and step
+inline constexpr int64_t kWalkBlocks = 1 << 16;  // fills any GPU many times over
 
-// Blocks for `count` pieces of work of `per_block` each; kernels loop, so a grid cut at `limit` still does them all.
-inline unsigned blocks_for(int64_t count, int64_t per_block, int64_t limit = kMaxBlocks) {
-  const int64_t blocks = count / per_block + (count % per_block != 0);
-  return static_cast<unsigned>(blocks < limit ? blocks : limit);
+inline unsigned blocks_for(int64_t pieces) { return static_cast<unsigned>(std::min(pieces, kMaxBlocks)); }
+inline unsigned walk_blocks(int64_t elements) {
+  return blocks_for(std::min((elements + kWalkThreads - 1) / kWalkThreads, kWalkBlocks));
 }
 
 __device__ __forceinline__ int64_t global_thread() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }

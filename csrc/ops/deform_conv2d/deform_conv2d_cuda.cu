@@ -6,9 +6,7 @@
 namespace myvision {
 namespace {
 
-constexpr int kThreads = 256;             // of the kernels that walk over elements
-constexpr int64_t kBlockLimit = 1 << 16;  // of those kernels: fills any GPU many times over; threads loop beyond
-constexpr int64_t kEnoughBlocks = 256;    // a smaller tile is better than fewer blocks: large GPUs run these at once
+constexpr int64_t kEnoughBlocks = 256;  // a smaller tile is better than fewer blocks: large GPUs run these at once
 constexpr int64_t kWantedWeightBlocks = 512;  // the weight's gradient is split until it has as many
 constexpr int64_t kMaxPartialBytes = 32 << 20;
 constexpr int64_t kMaxInputBytes = 64 << 20;  // of float gradients of half inputs; one image at the least
@@ -62,8 +60,8 @@ int64_t packed_weight_bytes(const DeformConv2dParams& params) {
 template <typename T, bool kDepthFirst>
 void pack(const DeformConv2dParams& params, const DeformConv2dSizes& sizes, T* packed, GpuStream stream) {
   const int64_t count = weight_count(params);
-  MYVISION_LAUNCH((pack_weight<T, kDepthFirst>), blocks_for(count, kThreads, kBlockLimit), kThreads, stream,
-                  params.weight, packed, sizes, static_cast<int>(params.kernel_w), count);
+  MYVISION_LAUNCH((pack_weight<T, kDepthFirst>), walk_blocks(count), kWalkThreads, stream, params.weight, packed, sizes,
+                  static_cast<int>(params.kernel_w), count);
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
@@ -82,7 +80,7 @@ template <typename Tile, typename T>
 const char* launch_forward(const DeformConv2dParams& params, const DeformConv2dSizes& sizes, const T* weight,
                            GpuStream stream) {
   const int64_t tiles = forward_tiles<Tile>(params, sizes);
-  MYVISION_LAUNCH((deform_conv2d_forward<T, Tile>), blocks_for(tiles, 1), Tile::kThreads, stream, params, sizes, weight,
+  MYVISION_LAUNCH((deform_conv2d_forward<T, Tile>), blocks_for(tiles), Tile::kThreads, stream, params, sizes, weight,
                   tiles);
   return launch_error();
 }
@@ -163,8 +161,7 @@ Strided4 dense_input(const DeformConv2dParams& params, void* data) {
 template <typename T>
 void write_input(const DeformConv2dParams& params, const Strided4& target, const RealOf<T>* source, GpuStream stream) {
   const int64_t count = params.batch * image_count(params);
-  MYVISION_LAUNCH((write_input_gradient<T>), blocks_for(count, kThreads, kBlockLimit), kThreads, stream, target, params,
-                  source, count);
+  MYVISION_LAUNCH((write_input_gradient<T>), walk_blocks(count), kWalkThreads, stream, target, params, source, count);
 }
 
 template <typename T>
@@ -173,8 +170,8 @@ void launch_columns(const DeformConv2dParams& params, const T* weight, const Str
   using Tile = BackwardTile<RealOf<T>>;
   const DeformConv2dSizes sizes = sizes_of(params);
   const int64_t tiles = ceil_div(sizes.pixels, Tile::kColumns) * params.offset_groups * sizes.taps;
-  MYVISION_LAUNCH((deform_conv2d_backward_columns<T, Tile>), blocks_for(tiles, 1), Tile::kThreads, stream, params,
-                  sizes, weight, grad_input, gradients.offset, gradients.mask, tiles);
+  MYVISION_LAUNCH((deform_conv2d_backward_columns<T, Tile>), blocks_for(tiles), Tile::kThreads, stream, params, sizes,
+                  weight, grad_input, gradients.offset, gradients.mask, tiles);
 }
 
 template <typename T>
@@ -183,7 +180,7 @@ void launch_input_ordered(const DeformConv2dParams& params, const T* weight, con
   using Tile = OrderedTile<RealOf<T>>;
   const DeformConv2dSizes sizes = sizes_of(params);
   const int64_t tiles = params.batch * params.offset_groups * ceil_div(sizes.offset_channels, Tile::kRows);
-  MYVISION_LAUNCH((deform_conv2d_backward_input_ordered<T, Tile>), blocks_for(tiles, 1), Tile::kThreads, stream, params,
+  MYVISION_LAUNCH((deform_conv2d_backward_input_ordered<T, Tile>), blocks_for(tiles), Tile::kThreads, stream, params,
                   sizes, weight, grad_input, tiles);
 }
 
@@ -229,15 +226,15 @@ void backward_weight(const DeformConv2dParams& params, const Strided4& grad_weig
   const int64_t tiles =
       splits * params.groups * ceil_div(sizes.group_outputs, Tile::kRows) * ceil_div(sizes.depth, Tile::kColumns);
   auto* partial = static_cast<Real*>(workspace);
-  MYVISION_LAUNCH((deform_conv2d_backward_weight<T, Tile>), blocks_for(tiles, 1), Tile::kThreads, stream, params, sizes,
+  MYVISION_LAUNCH((deform_conv2d_backward_weight<T, Tile>), blocks_for(tiles), Tile::kThreads, stream, params, sizes,
                   partial, ceil_div(sizes.pixels, splits), tiles);
-  MYVISION_LAUNCH((sum_weight_gradient<T>), blocks_for(count, kThreads, kBlockLimit), kThreads, stream, grad_weight,
-                  sizes, static_cast<int>(params.kernel_w), partial, splits, count);
+  MYVISION_LAUNCH((sum_weight_gradient<T>), walk_blocks(count), kWalkThreads, stream, grad_weight, sizes,
+                  static_cast<int>(params.kernel_w), partial, splits, count);
 }
 
 template <typename T>
 void backward_bias(const DeformConv2dParams& params, const Strided4& grad_bias, GpuStream stream) {
-  MYVISION_LAUNCH((deform_conv2d_backward_bias<T, kThreads>), blocks_for(params.out_channels, 1), kThreads, stream,
+  MYVISION_LAUNCH((deform_conv2d_backward_bias<T, kWalkThreads>), blocks_for(params.out_channels), kWalkThreads, stream,
                   params, sizes_of(params), grad_bias);
 }
 

@@ -4,9 +4,6 @@
 namespace myvision {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kBlockLimit = 1 << 16;  // fills any GPU many times over; threads loop beyond
-
 int64_t number_of_elements(const MyAddParams& params) {
   int64_t count = 1;
   for (int dim = 0; dim < params.dims; ++dim) count *= params.size[dim];
@@ -46,7 +43,7 @@ MyAddParams in_packs(MyAddParams params, int width) {
 
 template <typename T, int kWidth>
 const char* launch_contiguous(const MyAddParams& params, int64_t size, GpuStream stream) {
-  MYVISION_LAUNCH((my_add_contiguous<T, kWidth>), blocks_for(size, kThreads * kWidth, kBlockLimit), kThreads, stream,
+  MYVISION_LAUNCH((my_add_contiguous<T, kWidth>), walk_blocks(size / kWidth + size % kWidth), kWalkThreads, stream,
                   static_cast<const T*>(params.x), static_cast<const T*>(params.y), static_cast<T*>(params.output),
                   size);
   return launch_error();
@@ -55,8 +52,8 @@ const char* launch_contiguous(const MyAddParams& params, int64_t size, GpuStream
 template <typename T, int kWidth>
 const char* launch_strided(const MyAddParams& params, int64_t size, GpuStream stream) {
   const int64_t packs = size / kWidth;
-  MYVISION_LAUNCH((my_add_strided<T, kWidth>), blocks_for(packs, kThreads, kBlockLimit), kThreads, stream,
-                  in_packs(params, kWidth), packs);
+  MYVISION_LAUNCH((my_add_strided<T, kWidth>), walk_blocks(packs), kWalkThreads, stream, in_packs(params, kWidth),
+                  packs);
   return launch_error();
 }
 

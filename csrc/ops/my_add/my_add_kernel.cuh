@@ -1,6 +1,6 @@
 // my_add on the GPU: output = 2 * x + y.
-// Per output: 1 fused multiply-add, and 3 * sizeof(T) bytes moved. At most 1/6 operation a byte (int8: 1/3), where a
-// GPU offers more than ten: memory bandwidth is the limit, so threads move 16 bytes an access wherever the layout lets
+// Per output: 2 additions and 3 * sizeof(T) bytes moved. That is at most 1/6 operation a byte for floats of 32 bits,
+// where a GPU offers more than ten: bandwidth is the limit, so threads move 16 bytes an access wherever the layout lets
 // them.
 #pragma once
 #include "common/gpu.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ T twice_plus(T x, T y) {
     using Wrapping = std::make_unsigned_t<T>;
     return static_cast<T>(Wrapping(2) * static_cast<Wrapping>(x) + static_cast<Wrapping>(y));
   } else {
-    return from_real<T>(2 * to_real(x) + to_real(y));
+    return from_real<T>(to_real(x) + to_real(x) + to_real(y));  // as on the CPU: the same bits, fused or not
   }
 }
 
