@@ -76,6 +76,21 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
         changed(input=torch.ones(2, 6, 1, 9), padding=(0, 0), offset=torch.ones(2, 54, 1, 7), mask=None),
     ),
     "dilated kernel larger than the image": ("the dilated kernel, 3 x 21, must fit", changed(dilation=(1, 10))),
+    "planes past 32 bits": (
+        r"planes of 65536 x 32768 pixels; on the CPU they must have less than 2\^31",
+        {
+            "input": torch.zeros(1).expand(1, 1, 2**16, 2**15),
+            "weight": torch.ones(1, 1, 1, 1),
+            "offset": torch.zeros(1, 2, 2, 1),
+            "mask": None,
+            "bias": None,
+            "stride": (2**15, 2**15),
+            "padding": (0, 0),
+            "dilation": (1, 1),
+            "groups": 1,
+            "offset_groups": 1,
+        },
+    ),
     "division that rounds up to 1": (  # (6 - 7) / 2 + 1
         "the dilated kernel, 7 x 3, must fit",
         changed(input=torch.ones(2, 6, 6, 9), dilation=(3, 1), stride=(2, 1), padding=(0, 1)),

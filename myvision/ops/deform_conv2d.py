@@ -249,7 +249,19 @@ def _output_shape(
         _check_shape("mask", mask, (N, samples, *output_size), mask_layout)
     if bias is not None:
         _check_shape("bias", bias, (K,), "out_channels")
+    if input.device.type == "cpu":
+        _check_plane(*input.shape[2:])
     return [N, K, *output_size]
+
+
+def _check_plane(height: int, width: int) -> None:
+    _check(
+        (height + 3) * (width + 2) <= 2**31 - 1,
+        lambda: (
+            f"input has planes of {height} x {width} pixels; on the CPU they must have less than 2^31, a border "
+            "included"
+        ),
+    )
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

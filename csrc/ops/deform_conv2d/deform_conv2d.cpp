@@ -105,6 +105,14 @@ void check_sizes(const DeformConv2dParams& p, int64_t share) {
         ") must be a multiple of offset_groups (", p.offset_groups, ")");
 }
 
+#ifndef MYVISION_GPU
+// A limit of the CPU kernels, which number the pixels of a padded plane in 32 bits.
+void check_plane(const DeformConv2dParams& p) {
+  check((p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
+        " pixels; on the CPU they must have less than 2^31, a border included");
+}
+#endif
+
 void set_output_size(DeformConv2dParams& p) {
   const int64_t kernel_h = p.dilation_h * (p.kernel_h - 1) + 1, kernel_w = p.dilation_w * (p.kernel_w - 1) + 1;
   const int64_t height = p.height + 2 * p.padding_h, width = p.width + 2 * p.padding_w;
@@ -151,6 +159,9 @@ DeformConv2dParams checked_params(const Tensor& input, const Tensor& weight, con
   check_shape("offset", offset, {p.batch, 2 * samples, p.out_height, p.out_width}, kOffsetLayout);
   if (mask) check_shape("mask", *mask, {p.batch, samples, p.out_height, p.out_width}, kMaskLayout);
   if (bias) check_shape("bias", *bias, {p.out_channels}, "out_channels");
+#ifndef MYVISION_GPU
+  check_plane(p);
+#endif
   p.input = readable(input), p.weight = readable(weight), p.offset = readable(offset);
   if (mask) p.mask = readable(*mask);
   if (bias) p.bias = readable(*bias);
@@ -202,19 +213,9 @@ void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients&
              });
 }
 #else
-// A limit of the CPU kernels, which number the pixels of a padded plane in 32 bits.
-void check_plane(const DeformConv2dParams& p) {
-  check((p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
-        " pixels; on the CPU they must have less than 2^31, a border included");
-}
-
-void run_forward(const DeformConv2dParams& params, const Tensor&) {
-  check_plane(params);
-  cpu_kernels().deform_conv2d_forward(params);
-}
+void run_forward(const DeformConv2dParams& params, const Tensor&) { cpu_kernels().deform_conv2d_forward(params); }
 
 void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&, bool) {
-  check_plane(params);
   cpu_kernels().deform_conv2d_backward(params, gradients);  // deterministic anyway
 }
 #endif
