@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from myvision import has_cuda_ops
+
 from . import report
 from .harness import Bar, Case, Limits, Result, Settings, measure_limits
 
@@ -38,28 +40,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--quick", action="store_true", help="small shapes, one pass: shows that everything runs")
     parser.add_argument("--ops", nargs="+", choices=operators(), default=operators(), help="default: all of them")
-    parser.add_argument("--filter", default="", metavar="REGEX", help="only cases whose group and name it matches")
+    parser.add_argument("--filter", type=_regex, default="", help="regular expression: only cases that it matches")
     parser.add_argument("--threads", type=int, help="default: as torch has it")
     parser.add_argument("--seconds", type=float, help="for each case; default: 2, or 0.02 with --quick")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
+    parser.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--out", type=Path, default=Path("benchmarks", "results"), help="default: %(default)s")
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="fail where a case is slower than in that run")
+    parser.add_argument("--compare", type=_earlier_run, default=[], metavar="OLD.json", help="fail where one is slower")
     parser.add_argument("--tolerance", type=float, default=0.15, help="for --compare; default: %(default)s")
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+
+
+def _device(text: str) -> torch.device:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu or cuda, but is {text!r}")
+    if text == "cuda" and not (torch.cuda.is_available() and has_cuda_ops()):
+        raise argparse.ArgumentTypeError("cuda needs a GPU and myvision's GPU library, see python -m myvision env")
+    return torch.device(text)
+
+
+def _earlier_run(text: str) -> list[Result]:
+    try:
+        return report.load_json(Path(text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read as the JSON file of a run: {error!r}") from error
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, saves; 1 where --compare finds a case that became slower."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    earlier = report.load_json(args.compare) if args.compare else []
     seconds = args.seconds or (0.02 if args.quick else 2.0)
     settings = Settings(args.device, seconds, args.quick)
     modules = [benchmark(operator) for operator in args.ops]
     bars = [bar for module in modules for bar in module.BARS]
     cases = [case for module in modules for case in module.cases(settings)]
-    cases = [case for case in cases if re.search(args.filter, f"{case.group} {case.name}")]
+    cases = [case for case in cases if args.filter.search(f"{case.group} {case.name}")]
     if not cases:
-        print(f"no case matches {args.filter!r}")
+        print(f"no case matches {args.filter.pattern!r}")
         return 1
 
     limits = measure_limits(args.device, args.quick)
@@ -71,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     print(report.summary_table(results, bars))
     print(f"batches dropped because other processes were busy: {sum(row.dropped_batches for row in results)}")
     _save(args.out, _environment(args.device, limits), results, bars)
-    slower = report.regressions(earlier, results, args.tolerance)
+    slower = report.regressions(args.compare, results, args.tolerance)
     print("\n".join(f"SLOWER {line}" for line in slower))
     return 1 if slower else 0
 

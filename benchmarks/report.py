@@ -102,23 +102,16 @@ def save_plot(path: Path, results: Sequence[Result], title: str) -> None:
     Raises:
         ImportError: matplotlib is missing.
     """
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = groups(results)
     heights = [1.2 + len(rows) for _, rows in panels]
-    figure, all_axes = plt.subplots(
-        len(panels),
-        sharex=True,
-        squeeze=False,
-        figsize=(11, 1 + 0.3 * sum(heights)),
-        height_ratios=heights,
-        layout="constrained",
-    )
+    figure = Figure(figsize=(11, 1 + 0.3 * sum(heights)), layout="constrained")
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
     for axes, (group, rows) in zip(all_axes[:, 0], panels, strict=True):
         _plot_group(axes, group, rows)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _plot_group(axes: Any, group: str, rows: Sequence[Result]) -> None:

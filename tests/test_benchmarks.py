@@ -52,6 +52,21 @@ def test_filter_that_matches_nothing_fails(capsys: pytest.CaptureFixture[str]) -
     assert "no case matches 'no such case'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        (["--filter", "("], "is no regular expression"),
+        (["--device", "tpu"], "must be cpu or cuda, but is 'tpu'"),
+        (["--compare", "no/such/file.json"], "cannot be read as the JSON file of a run"),
+        (["--compare", __file__], "cannot be read as the JSON file of a run"),
+    ],
+)
+def test_bad_options_are_usage_errors(option: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--quick", *option])
+    assert reason in capsys.readouterr().err
+
+
 def test_each_operator_has_a_benchmark() -> None:
     assert operators() == ["deform_conv2d", "my_add"]
 

@@ -12,6 +12,8 @@ from helpers import REPOSITORY, run_python
 
 from myvision import _demo
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 
 needs_extra = pytest.mark.skipif(

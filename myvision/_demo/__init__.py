@@ -13,12 +13,20 @@ EXTRA = ("sklearn", "matplotlib", "tqdm", "onnx", "onnxscript", "onnxruntime")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--epochs", type=int, help="default: 20, or 3 with --quick")
+    parser.add_argument("--epochs", type=_positive, help="default: 20, or 3 with --quick")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="default: %(default)s")
-    parser.add_argument("--workers", type=int, default=2, help="processes that prepare images; default: %(default)s")
+    parser.add_argument(
+        "--workers", type=_positive, default=2, help="processes that prepare images; default: %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, help="default: as torch has it")
+    parser.add_argument("--threads", type=_positive, help="default: as torch has it")
     parser.add_argument("--quick", action="store_true", help="shows that everything runs; asks for less accuracy")
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
+    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from myvision import _bench
 
@@ -14,28 +15,26 @@ from .data import Digits
 from .model import DigitNet
 from .training import History
 
-mpl.use("Agg")  # to files only: no display is needed
-from matplotlib import pyplot as plt
-
 DRAWN_DIGITS = (2, 3, 4, 5, 6)
 
 
 def training_curve(history: History, path: Path) -> None:
     """Loss and test accuracy, epoch by epoch, and the accuracy of the averaged weights."""
     epochs = range(1, len(history.loss) + 1)
-    figure, loss_axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    loss_axes = figure.subplots()
     accuracy_axes = loss_axes.twinx()
     lines = loss_axes.plot(epochs, history.loss, color="tab:blue", label="training loss")
     lines += accuracy_axes.plot(epochs, history.accuracy, color="tab:orange", label="test accuracy")
     final = [history.final_accuracy] * len(epochs)
     lines += accuracy_axes.plot(epochs, final, "--", color="tab:green", label="of the averaged weights")
-    loss_axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True))
+    loss_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     loss_axes.set(xlabel="epoch", ylabel="training loss", ylim=(0, None))
     accuracy_axes.set(ylabel="test accuracy", ylim=(min(0.9, *history.accuracy), 1.01))
-    accuracy_axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
+    accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     loss_axes.legend(handles=lines, loc="center right")
     loss_axes.grid(alpha=0.3)
-    _save(figure, path)
+    figure.savefig(path, dpi=130)
 
 
 @torch.no_grad()
@@ -45,7 +44,8 @@ def sampling_points(model: DigitNet, digits: Digits, path: Path) -> None:
     convolution = model.block1.conv
     offset, mask = convolution.conv_offset(model.stem(images)).split((18, 9), dim=1)
     offset = offset.unflatten(1, (9, 2))  # [digit, tap, (down, right), row, column]
-    figure, all_axes = plt.subplots(1, len(images), figsize=(3 * len(images), 3.6), layout="constrained")
+    figure = Figure(figsize=(3 * len(images), 3.6), layout="constrained")
+    all_axes = figure.subplots(1, len(images))
     for index, axes in enumerate(all_axes):
         axes.imshow(images[index, 0], cmap="gray_r", vmax=1.6)
         for row, column in _two_pixels(images[index, 0]):
@@ -54,7 +54,7 @@ def sampling_points(model: DigitNet, digits: Digits, path: Path) -> None:
         axes.set_axis_off()
     figure.colorbar(points, ax=all_axes, label="mask", shrink=0.7)
     figure.suptitle("Where a 3x3 convolution (o) and the deformable one (coloured) sample, for two pixels (x)")
-    _save(figure, path)
+    figure.savefig(path, dpi=130)
 
 
 def _two_pixels(image: torch.Tensor) -> list[tuple[int, int]]:
@@ -86,8 +86,3 @@ def speed(path: Path, quick: bool) -> None:
     briefly = harness.Settings(cpu, seconds=0.02 if quick else 0.3, quick=True)
     results = command.measure(cases, briefly, harness.measure_limits(cpu, quick=True))
     report.save_plot(path, results, f"on {torch.get_num_threads()} threads, measured briefly")
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -38,7 +38,7 @@ def train(model: DigitNet, digits: Digits, epochs: int, workers: int) -> tuple[D
         shuffle=True,
         drop_last=True,
         num_workers=workers,
-        persistent_workers=workers > 0,
+        persistent_workers=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     scheduler = OneCycleLR(optimizer, PEAK_LEARNING_RATE, total_steps=epochs * len(loader))
