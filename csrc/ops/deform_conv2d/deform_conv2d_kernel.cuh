@@ -579,14 +579,13 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
       __syncthreads();  // shared is free again
     }
 
-    partial[slice][column] = sum;
+    partial[slice][column] = sum;  // the products' barriers stand between the last tile's reads and this
     __syncthreads();
     if (slice == 0 && exists) {
 #pragma unroll
       for (int other = 1; other < kSlices; ++other) sum += partial[other][column];
       write_sample_gradient<T>(sum, sample, pixel, int64_t(offset_group) * sizes.taps + tap, grad_offset, grad_mask);
     }
-    __syncthreads();  // partial is free again
   }
 }
 
