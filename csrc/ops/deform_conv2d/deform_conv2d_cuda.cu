@@ -47,9 +47,11 @@ DeformConv2dSizes sizes_of(const DeformConv2dParams& params) {
 
 // The kernels count along one dimension, and the rows of a group's column matrix, in 32 bits.
 const char* check(const DeformConv2dParams& params) {
-  const int64_t largest = std::max({params.in_channels, params.out_channels, params.kernel_h * params.kernel_w,
-                                    params.offset_groups, depth_of(params), params.out_height, params.out_width});
-  return largest <= kMaxCount ? nullptr : "the GPU kernels take up to 2^30 channels, column rows and output rows";
+  for (int64_t count : {params.in_channels, params.out_channels, params.kernel_h * params.kernel_w,
+                        params.offset_groups, depth_of(params), params.out_height, params.out_width}) {
+    if (count > kMaxCount) return "the GPU kernels take up to 2^30 channels, column rows and output rows";
+  }
+  return nullptr;
 }
 
 int64_t weight_count(const DeformConv2dParams& params) { return params.out_channels * depth_of(params); }
