@@ -70,36 +70,33 @@ inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_
 #if defined(CPU_CAPABILITY_AVX2) && defined(__GNUC__) && defined(__x86_64__)
 // The full 6 x 16 tile of floats by hand. With 16 registers nothing is left over, and compilers spill or re-address the
 // left operand, which costs up to a third on some CPUs. Three rows of A share a base register.
-#define MYVISION_TILE_STEP(base, r0, r1, r2, r3, r4, r5)                               \
-  "vbroadcastss (%[" base                                                              \
-  "]), %%ymm14\n"                                                                      \
-  "vbroadcastss (%[" base                                                              \
-  "], %[row]), %%ymm15\n"                                                              \
-  "vfmadd231ps %%ymm14, %%ymm12, %%ymm" r0 "\n vfmadd231ps %%ymm14, %%ymm13, %%ymm" r1 \
-  "\n"                                                                                 \
-  "vbroadcastss (%[" base                                                              \
-  "], %[row], 2), %%ymm14\n"                                                           \
-  "vfmadd231ps %%ymm15, %%ymm12, %%ymm" r2 "\n vfmadd231ps %%ymm15, %%ymm13, %%ymm" r3 \
-  "\n"                                                                                 \
-  "vfmadd231ps %%ymm14, %%ymm12, %%ymm" r4 "\n vfmadd231ps %%ymm14, %%ymm13, %%ymm" r5 \
-  "\n"                                                                                 \
+// clang-format off
+#define MYVISION_TILE_STEP(base, r0, r1, r2, r3, r4, r5)   \
+  "vbroadcastss (%[" base "]), %%ymm14\n"                  \
+  "vbroadcastss (%[" base "], %[row]), %%ymm15\n"          \
+  "vfmadd231ps %%ymm14, %%ymm12, %%ymm" r0 "\n"            \
+  "vfmadd231ps %%ymm14, %%ymm13, %%ymm" r1 "\n"            \
+  "vbroadcastss (%[" base "], %[row], 2), %%ymm14\n"       \
+  "vfmadd231ps %%ymm15, %%ymm12, %%ymm" r2 "\n"            \
+  "vfmadd231ps %%ymm15, %%ymm13, %%ymm" r3 "\n"            \
+  "vfmadd231ps %%ymm14, %%ymm12, %%ymm" r4 "\n"            \
+  "vfmadd231ps %%ymm14, %%ymm13, %%ymm" r5 "\n"            \
   "add %[a_step], %[" base "]\n"
-#define MYVISION_TILE_ADD(base, r0, r1, r2, r3, r4, r5)                                            \
-  "vaddps (%[" base "]), %%ymm" r0 ", %%ymm" r0 "\n vaddps 32(%[" base "]), %%ymm" r1 ", %%ymm" r1 \
-  "\n"                                                                                             \
-  "vaddps (%[" base "], %[row]), %%ymm" r2 ", %%ymm" r2                                            \
-  "\n"                                                                                             \
-  "vaddps 32(%[" base "], %[row]), %%ymm" r3 ", %%ymm" r3                                          \
-  "\n"                                                                                             \
-  "vaddps (%[" base "], %[row], 2), %%ymm" r4 ", %%ymm" r4                                         \
-  "\n"                                                                                             \
+#define MYVISION_TILE_ADD(base, r0, r1, r2, r3, r4, r5)                 \
+  "vaddps (%[" base "]), %%ymm" r0 ", %%ymm" r0 "\n"                    \
+  "vaddps 32(%[" base "]), %%ymm" r1 ", %%ymm" r1 "\n"                  \
+  "vaddps (%[" base "], %[row]), %%ymm" r2 ", %%ymm" r2 "\n"            \
+  "vaddps 32(%[" base "], %[row]), %%ymm" r3 ", %%ymm" r3 "\n"          \
+  "vaddps (%[" base "], %[row], 2), %%ymm" r4 ", %%ymm" r4 "\n"         \
   "vaddps 32(%[" base "], %[row], 2), %%ymm" r5 ", %%ymm" r5 "\n"
-#define MYVISION_TILE_STORE(base, r0, r1, r2, r3, r4, r5)                        \
-  "vmovups %%ymm" r0 ", (%[" base "])\n vmovups %%ymm" r1 ", 32(%[" base         \
-  "])\n"                                                                         \
-  "vmovups %%ymm" r2 ", (%[" base "], %[row])\n vmovups %%ymm" r3 ", 32(%[" base \
-  "], %[row])\n"                                                                 \
-  "vmovups %%ymm" r4 ", (%[" base "], %[row], 2)\n vmovups %%ymm" r5 ", 32(%[" base "], %[row], 2)\n"
+#define MYVISION_TILE_STORE(base, r0, r1, r2, r3, r4, r5)  \
+  "vmovups %%ymm" r0 ", (%[" base "])\n"                   \
+  "vmovups %%ymm" r1 ", 32(%[" base "])\n"                 \
+  "vmovups %%ymm" r2 ", (%[" base "], %[row])\n"           \
+  "vmovups %%ymm" r3 ", 32(%[" base "], %[row])\n"         \
+  "vmovups %%ymm" r4 ", (%[" base "], %[row], 2)\n"        \
+  "vmovups %%ymm" r5 ", 32(%[" base "], %[row], 2)\n"
+// clang-format on
 #define MYVISION_TILE_ZERO(r) "vxorps %%xmm" r ", %%xmm" r ", %%xmm" r "\n"
 template <>
 inline void gemm_tile<float, 6>(GemmLeft<float> a, GemmRight<float> b, int64_t depth, float* c, int64_t ldc,

@@ -47,6 +47,7 @@ namespace myvision {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using IntArray = torch::headeronly::IntHeaderOnlyArrayRef;
 
 template <typename... Parts>
 std::string concatenate(const Parts&... parts) {
@@ -90,10 +91,10 @@ inline std::string name_of(ScalarType type) {
 }
 
 // The same for shapes and devices: "(2, 3)", "cuda:0".
-inline std::string shape_name(const Tensor& tensor) {
+inline std::string shape_name(IntArray sizes) {
   std::string text;
-  for (const int64_t size : tensor.sizes()) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "(" + text + (tensor.dim() == 1 ? ",)" : ")");
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + (sizes.size() == 1 ? ",)" : ")");
 }
 
 inline std::string device_name(const Tensor& tensor) {

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <ostream>
-#include <sstream>
 #include <tuple>
 #include <vector>
 
@@ -14,23 +12,12 @@
 namespace myvision {
 namespace {
 
-using IntArray = torch::headeronly::IntHeaderOnlyArrayRef;
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 constexpr int64_t kMaxGeometry = int64_t{1} << 20;  // stride, dilation, ...: keeps every product here inside int64_t
 constexpr int64_t kMaxSide = std::numeric_limits<int32_t>::max();  // AxisSample counts pixels in 32 bits
 
 // ------------------------------------------------------------------------------------------------ messages
-struct Shape {
-  IntArray sizes;
-};
-
-std::ostream& operator<<(std::ostream& out, Shape shape) {
-  out << '(';
-  for (size_t i = 0; i < shape.sizes.size(); ++i) out << (i ? ", " : "") << shape.sizes[i];
-  return out << (shape.sizes.size() == 1 ? ",)" : ")");
-}
-
 template <typename... Parts>
 void check(bool holds, const Parts&... parts) {
   MYVISION_CHECK(holds, "deform_conv2d: ", parts...);
@@ -45,13 +32,13 @@ struct Geometry {
 
 void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
   check(tensor.dim() == rank, name, " must have ", rank, " dimensions (", layout, "), but has shape ",
-        Shape{tensor.sizes()});
+        shape_name(tensor.sizes()));
 }
 
 void check_shape(const char* name, const Tensor& tensor, IntArray wanted, const char* layout) {
   const IntArray sizes = tensor.sizes();
-  check(std::ranges::equal(sizes, wanted), name, " must have shape ", Shape{wanted}, " (", layout, "), but has shape ",
-        Shape{sizes});
+  check(std::ranges::equal(sizes, wanted), name, " must have shape ", shape_name(wanted), " (", layout,
+        "), but has shape ", shape_name(sizes));
 }
 
 void check_like_input(const char* name, const Tensor& tensor, const Tensor& input) {

@@ -25,7 +25,8 @@ OutputShape check_shapes(const Tensor& x, const Tensor& y, MyAddParams& params) 
   MYVISION_CHECK(x.dim() <= kMaxDims && y.dim() <= kMaxDims, "my_add: x and y may have at most ", kMaxDims,
                  " dimensions, got ", x.dim(), " and ", y.dim());
   MYVISION_CHECK(broadcast(shape_of(x), shape_of(y), output, params),
-                 "my_add: the shapes of x and y do not broadcast: ", shape_name(x), " and ", shape_name(y));
+                 "my_add: the shapes of x and y do not broadcast: ", shape_name(x.sizes()), " and ",
+                 shape_name(y.sizes()));
   return output;
 }
 
