@@ -76,7 +76,7 @@ def test_functions_take_turns() -> None:
 
     def function(name: str) -> torch.Tensor:
         order.append(name)
-        assert len(set(order)) == 2 or len(order) < 100, f"only {name} is called"
+        assert len(order) < 1000 or min(order.count("a"), order.count("b")) > 1, f"only {name} is called"
         return torch.empty(0)
 
     functions = {name: lambda name=name: function(name) for name in ("a", "b")}
