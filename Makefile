@@ -7,11 +7,11 @@ BUILD_REQUIREMENTS := "setuptools>=77" "ninja>=1.11" "torch>=2.11" "torchvision>
 TEST_JOBS ?= 2
 WHEEL_DIR ?= dist
 
-.PHONY: help build demo test bench lint wheel asan clean
+.PHONY: help build demo test bench lint wheel asan check-gpu-build clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | build | bench | lint | wheel | asan | clean   (each sets up $(VENV) first)"
+	@echo "make demo | test | build | bench | lint | wheel | asan | check-gpu-build | clean   (each sets up $(VENV) first)"
 
 $(VENV)/.environment: | check-python
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,10 @@ wheel: $(VENV)/.environment
 
 asan: $(VENV)/.with-test
 	$(BIN)/python tools/asan.py
+
+# Compiles only: needs nvcc, hipcc and clang-19, but no GPU.
+check-gpu-build: $(VENV)/.environment
+	$(BIN)/python tools/check_gpu_build.py
 
 clean:
 	rm -rf build dist *.egg-info $(VENV) myvision/*.so demo_output
