@@ -1,0 +1,174 @@
+"""What only a GPU shows: streams, CUDA graphs, tensors of more than 2^31 elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from deform_conv2d_cases import Case
+from helpers import random_tensor
+from torch import Tensor
+
+import myvision
+from myvision.ops import deform_conv2d, my_add
+
+ROW = 2**15
+PAST_32_BITS = 2**31 + 64 * ROW  # elements, a whole number of rows and of halves of them
+BUSY_CYCLES = 200_000_000  # about a tenth of a second
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator's inputs on a device, and a call of it."""
+
+    inputs: Callable[[str], list[Tensor]]
+    run: Callable[[list[Tensor]], Tensor]
+
+    def results(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The output and the gradients of all inputs."""
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        output = self.run(leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, torch.ones_like(output))]
+
+
+CONVOLUTION = Case(batch=3, in_channels=16, out_channels=24, image=(20, 21), groups=2, offset_groups=2)
+CALLS = {
+    "deform_conv2d": Call(lambda device: CONVOLUTION.tensors(device=device), CONVOLUTION.run),
+    "my_add": Call(
+        lambda device: [random_tensor(300, 70, device=device), random_tensor(70, device=device, seed=1)],
+        lambda inputs: my_add(*inputs),
+    ),
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request: pytest.FixtureRequest) -> Call:
+    return CALLS[request.param]
+
+
+@pytest.fixture(params=[False, True], ids=["any_order", "deterministic"])
+def _deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.use_deterministic_algorithms(request.param)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_every_operator_is_called() -> None:
+    assert set(CALLS) == set(myvision.ops.__all__)
+
+
+# ---- streams and graphs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_runs_on_the_current_stream(call: Call, gpu: str) -> None:
+    """The inputs are written late on a stream of their own: work on any other stream would read the old ones."""
+    inputs = call.inputs(gpu)
+    halves = [tensor / 2 for tensor in inputs]
+    expected = call.results(halves)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(BUSY_CYCLES)
+        for tensor, half in zip(inputs, halves, strict=True):
+            tensor.copy_(half)
+        actual = call.results(inputs)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_a_captured_graph_replays_with_new_inputs(call: Call, gpu: str) -> None:
+    inputs = call.inputs(gpu)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is loaded or allocated once must not be captured
+        call.results(inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call.results(inputs)
+    for _ in range(2):
+        for tensor in inputs:
+            tensor.mul_(0.75)
+        graph.replay()
+        torch.testing.assert_close(captured, call.results(inputs), rtol=1e-4, atol=1e-4)
+
+
+# ---- past 2^31 elements ----------------------------------------------------------------------------------------------
+
+
+def need_memory(gpu: str, gigabytes: int) -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(gpu)
+    if free < gigabytes << 30:
+        pytest.skip(f"needs {gigabytes} GB of free GPU memory, there are {free >> 30}")
+
+
+def random_bytes(*shape: int, device: str) -> Tensor:
+    return torch.randint(-100, 100, shape, dtype=torch.int8, device=device)
+
+
+def assert_is_twice_plus(output: Tensor, x: Tensor, y: Tensor) -> None:
+    """Piece by piece, so that the expected values take little memory."""
+    for part in zip(*(tensor.split(max(1, len(output) // 16)) for tensor in (output, x, y)), strict=True):
+        assert torch.equal(part[0], 2 * part[1] + part[2])
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "unaligned"])
+def test_my_add_of_a_long_line(first: int, gpu: str) -> None:
+    need_memory(gpu, 10)
+    x = random_bytes(PAST_32_BITS, device=gpu)[first:]
+    y = x.flip(0)
+    assert_is_twice_plus(my_add(x, y), x, y)
+
+
+def test_my_add_of_many_rows(gpu: str) -> None:
+    """Broadcast along rows, so that the dimensions do not merge to a long line."""
+    need_memory(gpu, 10)
+    x = random_bytes(PAST_32_BITS // ROW, ROW, device=gpu).t()
+    y = random_bytes(ROW, 1, device=gpu)
+    assert_is_twice_plus(my_add(x, y), x, y)
+
+
+def test_my_add_of_few_elements_far_apart(gpu: str) -> None:
+    need_memory(gpu, 3)
+    x = torch.zeros(PAST_32_BITS, dtype=torch.int8, device=gpu)[::ROW]
+    x += random_bytes(len(x), device=gpu)
+    assert torch.equal(my_add(x, x), 3 * x)
+
+
+@pytest.mark.parametrize("images", [1, 2], ids=["one plane", "two images"])
+def test_deform_conv2d_of_a_large_input(images: int, gpu: str) -> None:
+    """Every 64th pixel, without offsets: the output is twice what was sampled, and so is the gradient."""
+    need_memory(gpu, 32)
+    step = 64
+    shape = (images, 1, PAST_32_BITS // ROW // images, ROW)
+    input = torch.randn(shape, dtype=torch.float16, device=gpu).requires_grad_()
+    weight = torch.full((1, 1, 1, 1), 2.0, dtype=torch.float16, device=gpu)
+    sampled = input.detach()[:, :, ::step, ::step]
+    offset = torch.zeros(images, 2, *sampled.shape[2:], dtype=torch.float16, device=gpu)
+    output = deform_conv2d(input, offset, weight, stride=step)
+    assert torch.equal(output, 2 * sampled)
+    grad_output = torch.rand_like(output) + 1
+    (gradient,) = torch.autograd.grad(output, input, grad_output)
+    assert torch.equal(gradient[:, :, ::step, ::step], 2 * grad_output)
+    assert sum(int(rows.count_nonzero()) for rows in gradient.split(1024, dim=2)) == grad_output.numel()
+
+
+def test_deform_conv2d_of_a_large_output(gpu: str) -> None:
+    """One input channel and 1 x 1 kernels: each output channel is a multiple of the input."""
+    need_memory(gpu, 16)
+    channels, width = 128, 4096
+    input = torch.randn(1, 1, PAST_32_BITS // channels // width, width, dtype=torch.float16, device=gpu)
+    weight = torch.arange(channels, dtype=torch.float16, device=gpu).view(-1, 1, 1, 1).requires_grad_()
+    offset = torch.zeros(1, 2, *input.shape[2:], dtype=torch.float16, device=gpu)
+    output = deform_conv2d(input, offset, weight)
+    for channel, plane in enumerate(output.detach()[0]):
+        assert torch.equal(plane, input[0, 0] * channel)
+    grad_output = torch.zeros_like(output)
+    grad_output[:, :, -1] = 1
+    (gradient,) = torch.autograd.grad(output, weight, grad_output)
+    expected = input[0, 0, -1].float().sum().half().expand_as(gradient)
+    torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-2)
