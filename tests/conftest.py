@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import emulation
 import pytest
 import torch
 from helpers import FLOATING_DTYPES, LAYOUTS, available_instruction_sets
@@ -13,26 +15,42 @@ def name_of(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
+# By the size of a warp: 32 as NVIDIA's and some of AMD's GPUs, 64 as others of AMD's.
+EMULATORS = {"emulated": emulation.Emulator(warp_size=32), "emulated_64": emulation.Emulator(warp_size=64)}
+
+
+@pytest.fixture(params=["cpu", *EMULATORS, "cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device of each implementation: the CPU's, the GPU's emulated on the CPU, and the GPU's.
+
+    Without a GPU, "cuda" is skipped, or fails where MYVISION_REQUIRE_GPU=1.
+    """
+    if request.param in EMULATORS:
+        if not emulation.is_supported():
+            pytest.skip("the GPU emulator runs on Linux and x86-64")
+        with emulation.in_place_of_cpu(EMULATORS[request.param]):
+            yield "cpu"
+    else:
+        yield available(request.param)
+
+
 @pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> str:
-    """Each device; without a GPU, "cuda" is skipped, or fails where MYVISION_REQUIRE_GPU=1."""
-    if request.param == "cuda":
-        require_gpu()
-    return request.param
+def real_device(request: pytest.FixtureRequest) -> str:
+    """As `device`, without emulation: for what would take too long or is of the device itself."""
+    return available(request.param)
 
 
 @pytest.fixture
 def gpu() -> str:
     """The GPU, for tests of it alone; skipped or failing as `device`."""
-    require_gpu()
-    return "cuda"
+    return available("cuda")
 
 
-def require_gpu() -> None:
+def available(device: str) -> str:
     import myvision
 
-    if torch.cuda.is_available() and myvision.has_cuda_ops():
-        return
+    if device == "cpu" or (torch.cuda.is_available() and myvision.has_cuda_ops()):
+        return device
     message = "no GPU here" if not torch.cuda.is_available() else "myvision was built without its GPU library"
     if os.environ.get("MYVISION_REQUIRE_GPU") == "1":
         pytest.fail(f"MYVISION_REQUIRE_GPU=1, but {message}")

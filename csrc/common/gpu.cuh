@@ -1,4 +1,27 @@
-// One kernel source for CUDA, HIP and the CPU emulator: everything that differs between them stands here.
+// One kernel source for CUDA, HIP and the CPU emulator. What differs between them stands in nvidia.cuh, amd.cuh and
+// tests/simt/simt.h, under the names that are listed here; what kernels share stands below.
+//
+//   Half, BFloat16, to_real, from_real    element types, and the way to float and back
+//   kWarpSize                             32, or 64 on some AMD GPUs; a collective takes every lane of a whole warp
+//   shuffle(value, lane)                  the value of another lane; orders no memory
+//   shuffle_xor(value, lane_mask)         that of the lane whose number differs in these bits
+//   sync_warp()                           orders the memory accesses of a warp, as __syncthreads() those of a block
+//   atomic_add(target, value)             relaxed: of no use as a signal
+//   load_vector, store_vector             up to 16 bytes by one access
+//   copy_async(to_shared, from_global)    16 bytes, aligned, that arrive by the time wait_for_copies says so
+//   commit_copies()                       makes a group of the thread's copies since the last call
+//   wait_for_copies<kPending>()           until at most so many of the thread's groups are under way; other threads see
+//                                         what arrived after a barrier
+//   kHasMma                               whether device code may use the next two; choose by if constexpr
+//   mma_m16n8k16<T>(sums, a, b)           sums += a [16 x 16] * b [16 x 8], T is Half or BFloat16, sums are float
+//   ldmatrix<kTransposed>(matrices, row)  1, 2 or 4 matrices [8 x 8] of 16-bit elements; lane i brings the address of
+//                                         row i % 8 of matrix i / 8
+//
+// Lane l of a warp, with g = l / 4 and t = l % 4, holds two neighbours of a row (of b: of a column) in each register:
+//   a[i]        row g + i % 2 * 8, columns 2 t + i / 2 * 8 and the next
+//   b[i]        column g, rows 2 t + i * 8 and the next
+//   sums[i]     row g + i / 2 * 8, column 2 t + i % 2
+//   matrices[i] row g, columns 2 t and the next of matrix i (of its transpose where kTransposed)
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -6,72 +29,49 @@
 
 #include "common/dtype.h"
 
-#if defined(MYVISION_EMULATOR)
-#include "simt/simt.h"  // gives g++ and clang++ the language extensions, the intrinsics and the two macros below
-#elif defined(__HIP__) || defined(__HIPCC__)
-#include <hip/hip_runtime.h>
-// After the runtime, which they need.
-#include <hip/hip_bfloat16.h>
-#include <hip/hip_fp16.h>
-#else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#endif
+namespace myvision {
 
-#if defined(__HIP__) || defined(__HIPCC__)  // where the second number means another thing
-#define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads)
+inline constexpr int kVectorBytes = 16;                // the widest access of a thread
+inline constexpr int kUnaskedSharedBytes = 48 * 1024;  // of a block; a kernel that wants more has to say so
+
+// kWidth elements that are read and written by one access; their address is a multiple of their size.
+template <typename T, int kWidth>
+struct alignas(kWidth * sizeof(T)) Pack {
+  T value[kWidth];
+};
+
+}  // namespace myvision
+
+#if defined(MYVISION_EMULATOR)
+#include "simt/simt.h"
+#elif defined(__HIP__) || defined(__HIPCC__)
+#include "common/amd.cuh"
 #else
-#define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads, min_blocks)
+#include "common/nvidia.cuh"
 #endif
 
 #if !defined(MYVISION_EMULATOR)
-// Runs kernel on `blocks` blocks of `threads`; no block, no launch.
-#define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...)              \
-  do {                                                                     \
-    if ((blocks) > 0) kernel<<<blocks, threads, 0, stream>>>(__VA_ARGS__); \
+// Runs kernel on `blocks` blocks of `threads` with `bytes` of dynamic shared memory; no block, no launch.
+#define MYVISION_LAUNCH_WITH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
+  do {                                                                           \
+    if ((blocks) > 0) {                                                          \
+      myvision::allow_dynamic_shared(kernel, bytes);                             \
+      kernel<<<blocks, threads, bytes, stream>>>(__VA_ARGS__);                   \
+    }                                                                            \
   } while (false)
 // A variable in the block's shared memory; the third argument holds the dimensions of an array.
 #define MYVISION_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
+// Points name to the dynamic shared memory.
+#define MYVISION_DYNAMIC_SHARED(type, name)                                \
+  extern __shared__ __align__(16) unsigned char myvision_dynamic_shared[]; \
+  type* const name = reinterpret_cast<type*>(myvision_dynamic_shared)
 #endif
+#define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...) \
+  MYVISION_LAUNCH_WITH_SHARED(kernel, blocks, threads, 0, stream, __VA_ARGS__)
 
 namespace myvision {
 
-#if defined(MYVISION_EMULATOR)
-using GpuStream = simt::Stream;
-inline const char* launch_error() { return simt::launch_error(); }
-inline constexpr int kWarpSize = simt::kWarpSize;
-inline constexpr int64_t kMaxBlocks = simt::kMaxBlocks;  // few, so that small tests make blocks loop
-#elif defined(__HIP__) || defined(__HIPCC__)
-using GpuStream = hipStream_t;
-// Null, or what went wrong with the last launch.
-inline const char* launch_error() {
-  const hipError_t error = hipGetLastError();
-  return error == hipSuccess ? nullptr : hipGetErrorString(error);
-}
-#if defined(__GFX9__)
-inline constexpr int kWarpSize = 64;
-#else
-inline constexpr int kWarpSize = 32;
-#endif
-#else
-using GpuStream = cudaStream_t;
-// Null, or what went wrong with the last launch.
-inline const char* launch_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-inline constexpr int kWarpSize = 32;
-#endif
-
 // ---- element types --------------------------------------------------------------------------------------------------
-
-using Half = __half;
-#if defined(__HIP__) || defined(__HIPCC__)
-using BFloat16 = hip_bfloat16;
-#else
-using BFloat16 = __nv_bfloat16;
-#endif
 
 // What arithmetic on T runs in.
 template <typename T>
@@ -79,21 +79,13 @@ using RealOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 __device__ __forceinline__ double to_real(double value) { return value; }
 __device__ __forceinline__ float to_real(float value) { return value; }
-__device__ __forceinline__ float to_real(Half value) { return __half2float(value); }
-#if defined(__HIP__) || defined(__HIPCC__)
-__device__ __forceinline__ float to_real(BFloat16 value) { return static_cast<float>(value); }
-#else
-__device__ __forceinline__ float to_real(BFloat16 value) { return __bfloat162float(value); }
-#endif
 
 template <typename T>
 __device__ __forceinline__ T from_real(RealOf<T> value) {
-  if constexpr (std::is_same_v<T, Half>) {
-    return __float2half(value);
-#if !defined(__HIP__) && !defined(__HIPCC__)
-  } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return __float2bfloat16(value);
-#endif
+  if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>) {
+    T rounded;
+    set_real(rounded, value);
+    return rounded;
   } else {
     return T(value);
   }
@@ -118,20 +110,24 @@ const char* visit_floating(Dtype dtype, Visit visit) {
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-inline constexpr int kVectorBytes = 16;  // the widest access of a thread
-
-// kWidth elements that are read and written by one access; their address is a multiple of their size.
-template <typename T, int kWidth>
-struct alignas(kWidth * sizeof(T)) Pack {
-  T value[kWidth];
-};
-
 inline bool is_vector_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % kVectorBytes == 0; }
+
+#if !defined(MYVISION_EMULATOR)  // which checks alignment
+template <int kWidth, typename T>
+__device__ __forceinline__ Pack<T, kWidth> load_vector(const T* data) {
+  return *reinterpret_cast<const Pack<T, kWidth>*>(data);
+}
+
+template <int kWidth, typename T>
+__device__ __forceinline__ void store_vector(T* data, const Pack<T, kWidth>& pack) {
+  *reinterpret_cast<Pack<T, kWidth>*>(data) = pack;
+}
+#endif
 
 // ---- grids ----------------------------------------------------------------------------------------------------------
 
 // Every kernel loops until its work is done, whatever the grid.
-#if !defined(MYVISION_EMULATOR)
+#if !defined(MYVISION_EMULATOR)                   // which takes few, so that small tests make blocks loop
 inline constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's x dimension
 #endif
 inline constexpr int kWalkThreads = 256;         // of a block that walks over elements, one per thread and step
@@ -152,17 +148,6 @@ __device__ __forceinline__ int64_t divide(int64_t a, int64_t b) {
 }
 
 // ---- reductions -----------------------------------------------------------------------------------------------------
-
-template <typename T>
-__device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
-#if defined(__HIP__) || defined(__HIPCC__)
-  return __shfl_xor(value, lane_mask);
-#elif defined(MYVISION_EMULATOR)
-  return simt::shuffle_xor(value, lane_mask);
-#else
-  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
-#endif
-}
 
 // Of all lanes, in every lane: each adds in the same order.
 template <typename Real>

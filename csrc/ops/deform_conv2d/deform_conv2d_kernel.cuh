@@ -1,6 +1,6 @@
 // deform_conv2d on the GPU: implicit matrix products. A block samples a tile of columns [depth x pixels] straight into
 // shared memory and multiplies it there; no column matrix is ever in global memory. All arithmetic is in Real (float,
-// for float64 double), half types only at loads and stores; only atomicAdd, where it is asked for, has no fixed order.
+// for float64 double), half types only at loads and stores; only atomic_add, where it is asked for, has no fixed order.
 //
 // depth is in_channels / groups * taps, taps outermost (row tap * group_inputs + channel), so that consecutive rows
 // share where they sample. A sample of a column costs 4 loads and 4 multiply-adds.
@@ -252,11 +252,10 @@ struct Tile {
 template <int kCount, typename Real>
 __device__ __forceinline__ void load_fragment(const Real* from, Real (&to)[kCount]) {
   constexpr int kWidth = kVectorBytes / sizeof(Real);
-  using Vector = Pack<Real, kWidth>;
   static_assert(kCount % kWidth == 0);
 #pragma unroll
   for (int i = 0; i < kCount / kWidth; ++i) {
-    const Vector vector = reinterpret_cast<const Vector*>(from)[i];
+    const Pack<Real, kWidth> vector = load_vector<kWidth>(from + i * kWidth);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) to[i * kWidth + j] = vector.value[j];
   }
@@ -487,7 +486,7 @@ __device__ __forceinline__ void add_atomically(const Sample<Real>& sample, Real 
                                                Real* channel) {
   const Corners<Real> share = spread(sample, gradient);
   visit_corners(sample, grad_input,
-                [&](int dy, int dx, int64_t position) { atomicAdd(channel + position, share.value[dy][dx]); });
+                [&](int dy, int dx, int64_t position) { atomic_add(channel + position, share.value[dy][dx]); });
 }
 
 // The same where one thread owns the channel.

@@ -29,11 +29,10 @@ __device__ __forceinline__ Pack<T, kWidth> twice_plus(const Pack<T, kWidth>& x, 
 // kWidth > 1 wants all three aligned to a pack. The elements after the last whole pack go one by one.
 template <typename T, int kWidth>
 __global__ void my_add_contiguous(const T* x, const T* y, T* output, int64_t size) {
-  using Vector = Pack<T, kWidth>;
   const int64_t packs = size / kWidth;
   for (int64_t i = global_thread(); i < packs; i += global_threads()) {
-    reinterpret_cast<Vector*>(output)[i] =
-        twice_plus(reinterpret_cast<const Vector*>(x)[i], reinterpret_cast<const Vector*>(y)[i]);
+    store_vector(output + i * kWidth,
+                 twice_plus(load_vector<kWidth>(x + i * kWidth), load_vector<kWidth>(y + i * kWidth)));
   }
   for (int64_t i = packs * kWidth + global_thread(); i < size; i += global_threads()) {
     output[i] = twice_plus(x[i], y[i]);
@@ -42,7 +41,7 @@ __global__ void my_add_contiguous(const T* x, const T* y, T* output, int64_t siz
 
 template <typename T, int kWidth>
 __device__ __forceinline__ Pack<T, kWidth> load_pack(const T* data, int64_t stride) {
-  if (stride == 1) return *reinterpret_cast<const Pack<T, kWidth>*>(data);
+  if (stride == 1) return load_vector<kWidth>(data);
   Pack<T, kWidth> pack;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) pack.value[i] = data[i * stride];
@@ -65,7 +64,7 @@ __global__ void my_add_strided(const MyAddParams params, int64_t packs) {
     }
     const auto x_pack = load_pack<T, kWidth>(static_cast<const T*>(params.x) + x, params.x_stride[0] / kWidth);
     const auto y_pack = load_pack<T, kWidth>(static_cast<const T*>(params.y) + y, params.y_stride[0] / kWidth);
-    *reinterpret_cast<Pack<T, kWidth>*>(static_cast<T*>(params.output) + output) = twice_plus(x_pack, y_pack);
+    store_vector(static_cast<T*>(params.output) + output, twice_plus(x_pack, y_pack));
   }
 }
 

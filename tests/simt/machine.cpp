@@ -1,0 +1,468 @@
+#include "simt/machine.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <sstream>
+#include <vector>
+
+#include "simt/fiber.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim{1}, gridDim{1};
+
+namespace simt {
+namespace {
+
+constexpr unsigned kMaxThreads = 1024;
+constexpr size_t kMaxSharedBytes = 227 * 1024;
+constexpr int kMaxWarps = kMaxThreads / kWarpSize;
+
+enum class State { kReady, kAtBarrier, kInCollective, kExited };
+enum class Order { kForward, kReverse, kRandom, kWarp };
+
+struct Copy {
+  void* to;
+  const void* from;
+  void (*do_copy)(void*, const void*);
+  int group;
+};
+
+struct Thread {
+  int number;  // in its block
+  uint3 index;
+  Fiber* fiber;
+  State state = State::kReady;
+  // What it waits for.
+  Location where = {};
+  const char* operation = nullptr;
+  void* operands = nullptr;
+  // Asynchronous copies, and the group of the next one.
+  std::vector<Copy> copies = {};
+  int group = 0;
+
+  int warp() const { return number / kWarpSize; }
+};
+
+std::string place(Location where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()) + ": "; }
+
+bool same_place(Location a, Location b) {
+  return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
+std::string name(const uint3& index) {
+  std::ostringstream text;
+  text << "(" << index.x << ", " << index.y << ", " << index.z << ")";
+  return text.str();
+}
+
+std::string setting(const char* variable, const char* preset) {
+  const char* value = std::getenv(variable);
+  return value ? value : preset;
+}
+
+// The place of a setting's value among `known`.
+int choice(const char* variable, std::initializer_list<const char*> known) {
+  const std::string value = setting(variable, *known.begin());
+  const auto found = std::find(known.begin(), known.end(), value);
+  if (found == known.end()) throw Fault(std::string("simt: ") + variable + " is unknown: " + value);
+  return static_cast<int>(found - known.begin());
+}
+
+uint3 unflatten(uint64_t number, const dim3& sizes) {
+  return {static_cast<unsigned>(number % sizes.x), static_cast<unsigned>(number / sizes.x % sizes.y),
+          static_cast<unsigned>(number / (uint64_t{sizes.x} * sizes.y))};
+}
+
+// A block's shared memory: variables between red zones, filled with NaN.
+class SharedMemory {
+ public:
+  SharedMemory() : memory_(static_cast<char*>(map_memory(nullptr, kBytes))) { std::memset(memory_, 0xff, kBytes); }
+
+  void reset() {
+#if defined(SIMT_TSAN)
+    map_memory(memory_, kBytes);  // forget the accesses of the block before
+    used_ = kBytes;
+#elif defined(SIMT_ASAN)
+    __asan_unpoison_memory_region(memory_, kBytes);
+#endif
+    std::memset(memory_, 0xff, used_);
+    used_ = kRedZone;
+#if defined(SIMT_ASAN)
+    __asan_poison_memory_region(memory_, kBytes);
+#endif
+    variables_.clear();
+  }
+
+  void* variable(const void* key, size_t bytes, size_t alignment) {
+    for (const Variable& variable : variables_) {
+      if (variable.key == key) return variable.data;
+    }
+    const size_t misalignment = alignment < kAlignment ? alignment : 0;  // no more aligned than promised
+    const size_t start = (used_ + kAlignment - 1) / kAlignment * kAlignment + misalignment;
+    if (start + bytes + kRedZone > kBytes) return nullptr;
+    used_ = start + bytes + kRedZone;
+#if defined(SIMT_ASAN)
+    __asan_unpoison_memory_region(memory_ + start, bytes);
+#endif
+    return variables_.emplace_back(key, memory_ + start).data;
+  }
+
+ private:
+  struct Variable {
+    const void* key;
+    void* data;
+  };
+  static constexpr size_t kRedZone = 256, kAlignment = 128, kBytes = 256 * 1024;
+
+  char* memory_;
+  size_t used_ = kBytes;
+  std::vector<Variable> variables_;
+};
+
+class Machine {
+ public:
+  void run(dim3 blocks, dim3 threads, size_t dynamic_bytes, const std::function<void()>& kernel);
+  [[noreturn]] void fault(const std::string& what, Location where);
+  void barrier(Location where);
+  void collective(const char* operation, void* operands, Resolve resolve, Location where);
+  void order_warp();
+  void* shared_variable(const void* key, size_t bytes, size_t alignment);
+  void* dynamic_shared() { return shared_.variable(&dynamic_bytes_, dynamic_bytes_, kDynamicAlignment); }
+  Thread& running() { return *running_; }
+  bool copies_at_once() const { return copies_at_once_; }
+
+ private:
+  static constexpr size_t kDynamicAlignment = 16;
+
+  void read_settings();
+  void start_block(uint64_t block);
+  void run_block();
+  Thread* next_thread();
+  size_t choose();
+  void make_ready(Thread& thread);
+  void wait(State state, Location where);
+  void open_barrier();
+  void check_lane(const Thread& lane, const char* operation, Location where);
+  Thread* lanes_of_running() { return &threads_[running_->warp() * kWarpSize]; }
+  void order(Thread* first, size_t count, void* object);
+  void exit_thread();
+  [[noreturn]] void fail_hanging();
+  void abandon();
+  static void enter();
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  SharedMemory shared_;
+  const std::function<void()>* kernel_ = nullptr;
+  size_t dynamic_bytes_ = 0;
+  Order order_ = Order::kForward;
+  bool copies_at_once_ = false;
+  std::mt19937_64 random_;
+  std::string fault_;
+
+  // Of the block that runs.
+  std::vector<Thread> threads_;
+  std::deque<Thread*> ready_;
+  std::vector<uint64_t> warp_priority_;
+  Thread* running_ = nullptr;
+  size_t alive_ = 0, at_barrier_ = 0;
+
+  // What orders threads, to ThreadSanitizer: launch and end of a kernel, barriers of the block and of each warp.
+  char launch_, end_;
+  struct Barriers {
+    char block, warp[kMaxWarps];
+  };
+  Barriers* barriers_ = static_cast<Barriers*>(map_memory(nullptr, sizeof(Barriers)));
+};
+
+Machine& machine() {
+  static Machine machine;
+  return machine;
+}
+thread_local const char* refused = nullptr;
+
+// ---- scheduling -----------------------------------------------------------------------------------------------------
+
+void Machine::run(dim3 blocks, dim3 threads, size_t dynamic_bytes, const std::function<void()>& kernel) {
+  const std::lock_guard lock(mutex_);
+  read_settings();
+  kernel_ = &kernel;
+  dynamic_bytes_ = dynamic_bytes;
+  gridDim = blocks;
+  blockDim = threads;
+  while (fibers_.size() < size_t{threads.x} * threads.y * threads.z) fibers_.push_back(std::make_unique<Fiber>());
+  const uint64_t count = uint64_t{blocks.x} * blocks.y * blocks.z;
+  for (uint64_t i = 0; i < count; ++i) {
+    start_block(order_ == Order::kReverse ? count - 1 - i : i);
+    run_block();
+  }
+  acquire(&end_);
+}
+
+void Machine::read_settings() {
+  order_ = static_cast<Order>(choice("SIMT_ORDER", {"forward", "reverse", "random", "warp"}));
+  copies_at_once_ = choice("SIMT_COPIES", {"lazy", "eager"}) == 1;
+  random_.seed(std::stoull(setting("SIMT_SEED", "0")));
+}
+
+void Machine::start_block(uint64_t block) {
+  blockIdx = unflatten(block, gridDim);
+  shared_.reset();
+#if defined(SIMT_TSAN)
+  map_memory(barriers_, sizeof(Barriers));  // blocks are not ordered
+#endif
+  release(&launch_);
+  const size_t count = size_t{blockDim.x} * blockDim.y * blockDim.z;
+  threads_.clear();
+  for (size_t i = 0; i < count; ++i) {
+    // Another fiber than in the last block: to ThreadSanitizer, threads of one fiber never race.
+    Fiber* fiber = fibers_[(i + block) % count].get();
+    fiber->start(&Machine::enter);
+    threads_.push_back({.number = static_cast<int>(i), .index = unflatten(i, blockDim), .fiber = fiber});
+  }
+  warp_priority_.resize(count / kWarpSize + 1);
+  std::generate(warp_priority_.begin(), warp_priority_.end(), std::ref(random_));
+  ready_.clear();
+  for (Thread& thread : threads_) ready_.push_back(&thread);
+  if (order_ == Order::kReverse) std::reverse(ready_.begin(), ready_.end());
+  alive_ = count;
+  at_barrier_ = 0;
+}
+
+void Machine::run_block() {
+  while ((running_ = next_thread())) {
+    threadIdx = running_->index;
+    running_->fiber->resume();
+    if (!fault_.empty()) {
+      abandon();
+      throw Fault(std::exchange(fault_, {}));
+    }
+  }
+  if (alive_) fail_hanging();
+}
+
+Thread* Machine::next_thread() {
+  if (ready_.empty()) return nullptr;
+  std::swap(ready_.front(), ready_[choose()]);
+  Thread* thread = ready_.front();
+  ready_.pop_front();
+  return thread;
+}
+
+size_t Machine::choose() {
+  switch (order_) {
+    case Order::kRandom:
+      return random_() % ready_.size();
+    case Order::kWarp: {
+      const auto priority = [&](const Thread* thread) { return warp_priority_[thread->warp()]; };
+      return std::ranges::max_element(ready_, {}, priority) - ready_.begin();
+    }
+    default:
+      return 0;
+  }
+}
+
+void Machine::make_ready(Thread& thread) {
+  thread.state = State::kReady;
+  ready_.push_back(&thread);
+}
+
+void Machine::wait(State state, Location where) {
+  running_->state = state;
+  running_->where = where;
+  running_->fiber->suspend();
+}
+
+// A fiber's whole life.
+void Machine::enter() {
+  Machine& self = machine();
+  self.running_->fiber->arrive();
+  acquire(&self.launch_);
+  (*self.kernel_)();
+  self.exit_thread();
+}
+
+void Machine::exit_thread() {
+  release(&end_);
+  running_->state = State::kExited;
+  --alive_;
+  if (alive_ > 0 && at_barrier_ == alive_) open_barrier();
+  running_->fiber->suspend();
+}
+
+// ---- what stops a kernel --------------------------------------------------------------------------------------------
+
+void Machine::fault(const std::string& what, Location where) {
+  fault_ = place(where) + what + ", thread " + name(running_->index) + " of block " + name(blockIdx);
+  running_->fiber->suspend();
+  std::abort();  // nobody resumes it
+}
+
+void Machine::fail_hanging() {
+  const auto waiting = std::ranges::find_if(threads_, [](const Thread& t) { return t.state != State::kExited; });
+  const std::string what = waiting->state == State::kAtBarrier ? "__syncthreads" : waiting->operation;
+  const std::string text = place(waiting->where) + "hang: " + std::to_string(alive_) + " of " +
+                           std::to_string(threads_.size()) + " threads wait in vain, one of them in " + what +
+                           ", thread " + name(waiting->index) + " of block " + name(blockIdx);
+  abandon();
+  throw Fault(text);
+}
+
+// Leaves the threads where they are: their stacks, and what the sanitizers know of them, are of no more use.
+void Machine::abandon() {
+  for (Thread& thread : threads_) {
+    thread.fiber->impersonate([&] { release(&end_); });
+  }
+  acquire(&end_);
+  fibers_.clear();
+}
+
+// ---- barriers and collectives ---------------------------------------------------------------------------------------
+
+void Machine::barrier(Location where) {
+  if (++at_barrier_ == alive_) {
+    running_->state = State::kAtBarrier;
+    running_->where = where;
+    open_barrier();
+    running_->fiber->suspend();
+  } else {
+    wait(State::kAtBarrier, where);
+  }
+}
+
+void Machine::open_barrier() {
+  const Thread* first = nullptr;
+  for (Thread& thread : threads_) {
+    if (thread.state != State::kAtBarrier) continue;
+    if (!first) first = &thread;
+    if (!same_place(first->where, thread.where)) {
+      fault("divergent barriers: thread " + name(first->index) + " waits in __syncthreads of line " +
+                std::to_string(first->where.line()) + ", thread " + name(thread.index) + " in that of line " +
+                std::to_string(thread.where.line()),
+            first->where);
+    }
+  }
+  order(threads_.data(), threads_.size(), &barriers_->block);
+  for (Thread& thread : threads_) {
+    if (thread.state == State::kAtBarrier) make_ready(thread);
+  }
+  at_barrier_ = 0;
+}
+
+// All that these threads did comes before all that they will do.
+void Machine::order(Thread* first, size_t count, void* object) {
+  for (size_t i = 0; i < count; ++i) first[i].fiber->impersonate([&] { release(object); });
+  for (size_t i = 0; i < count; ++i) first[i].fiber->impersonate([&] { acquire(object); });
+}
+
+void Machine::collective(const char* operation, void* operands, Resolve resolve, Location where) {
+  running_->operation = operation;
+  running_->operands = operands;
+  running_->where = where;
+  Thread* const first = lanes_of_running();
+  if (first + kWarpSize > threads_.data() + threads_.size()) {
+    fault(std::string(operation) + " in a warp of less than " + std::to_string(kWarpSize) + " lanes: the block has " +
+              std::to_string(threads_.size()) + " threads",
+          where);
+  }
+  running_->state = State::kInCollective;
+  void* all[kWarpSize];
+  bool complete = true;
+  for (int i = 0; i < kWarpSize; ++i) {
+    check_lane(first[i], operation, where);
+    complete = complete && first[i].state == State::kInCollective;
+    all[i] = first[i].operands;
+  }
+  if (!complete) return running_->fiber->suspend();
+  resolve(all);
+  running_->state = State::kReady;
+  for (int i = 0; i < kWarpSize; ++i) {
+    if (&first[i] != running_) make_ready(first[i]);
+  }
+}
+
+void Machine::check_lane(const Thread& lane, const char* operation, Location where) {
+  const std::string who = "lane " + std::to_string(lane.number % kWarpSize) + " of the warp ";
+  if (lane.state == State::kExited) fault(std::string(operation) + " in vain: " + who + "has exited", where);
+  if (lane.state == State::kInCollective && !same_place(lane.where, where)) {
+    fault(std::string("divergent warp: ") + operation + ", while " + who + "is in " + lane.operation + " of line " +
+              std::to_string(lane.where.line()),
+          where);
+  }
+}
+
+void Machine::order_warp() { order(lanes_of_running(), kWarpSize, &barriers_->warp[running_->warp()]); }
+
+void* Machine::shared_variable(const void* key, size_t bytes, size_t alignment) {
+  void* data = shared_.variable(key, bytes, alignment);
+  if (!data) fault("the block's shared memory is full", Location::current());
+  return data;
+}
+
+bool is_valid(const dim3& blocks, const dim3& threads, size_t dynamic_bytes) {
+  const uint64_t count = uint64_t{threads.x} * threads.y * threads.z;
+  return blocks.x > 0 && blocks.y > 0 && blocks.z > 0 && blocks.x <= INT32_MAX && blocks.y <= UINT16_MAX &&
+         blocks.z <= UINT16_MAX && count > 0 && count <= kMaxThreads && threads.z <= 64 &&
+         dynamic_bytes <= kMaxSharedBytes;
+}
+
+}  // namespace
+
+// ---- the interface --------------------------------------------------------------------------------------------------
+
+void run(dim3 blocks, dim3 threads, size_t dynamic_shared_bytes, const std::function<void()>& kernel) {
+  if (!is_valid(blocks, threads, dynamic_shared_bytes)) {
+    refused = "invalid launch: too many blocks, threads or bytes of shared memory, or none";
+    return;
+  }
+  machine().run(blocks, threads, dynamic_shared_bytes, kernel);
+}
+
+const char* launch_error() { return std::exchange(refused, nullptr); }
+
+void check_alignment(const void* data, size_t alignment, Location caller) {
+  if (reinterpret_cast<std::uintptr_t>(data) % alignment == 0) return;
+  machine().fault("misaligned address: this access needs a multiple of " + std::to_string(alignment), caller);
+}
+
+void barrier(Location caller) { machine().barrier(caller); }
+
+void warp_barrier(Location caller) {
+  int nothing;
+  collective("sync_warp", &nothing, [](void* const*) { machine().order_warp(); }, caller);
+}
+
+void* shared_variable(const void* key, size_t bytes, size_t alignment) {
+  return machine().shared_variable(key, bytes, alignment);
+}
+void* dynamic_shared() { return machine().dynamic_shared(); }
+
+int lane() { return machine().running().number % kWarpSize; }
+
+void collective(const char* operation, void* operands, Resolve resolve, Location caller) {
+  machine().collective(operation, operands, resolve, caller);
+}
+
+void copy_async(void* to, const void* from, void (*do_copy)(void*, const void*)) {
+  if (machine().copies_at_once()) return do_copy(to, from);
+  Thread& thread = machine().running();
+  thread.copies.push_back({to, from, do_copy, thread.group});
+}
+
+void commit_copies() { ++machine().running().group; }
+
+void wait_for_copies(int pending_groups) {
+  Thread& thread = machine().running();
+  std::erase_if(thread.copies, [&](const Copy& copy) {
+    const bool due = copy.group < thread.group - pending_groups;
+    if (due) copy.do_copy(copy.to, copy.from);
+    return due;
+  });
+}
+
+}  // namespace simt
