@@ -76,3 +76,11 @@ def instruction_set(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Marks what needs a GPU, for `pytest -m gpu`."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if "gpu" in item.fixturenames or "cuda" in (parameters.get("device"), parameters.get("real_device")):
+            item.add_marker("gpu")

@@ -21,9 +21,9 @@ BUSY_CYCLES = 200_000_000  # about a tenth of a second
 
 @dataclass(frozen=True)
 class Call:
-    """An operator's inputs on a device, and a call of it."""
+    """How to make an operator's inputs, of a type and on a device, and how to call it."""
 
-    inputs: Callable[[str], list[Tensor]]
+    inputs: Callable[[torch.dtype, str], list[Tensor]]
     run: Callable[[list[Tensor]], Tensor]
 
     def results(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -33,13 +33,20 @@ class Call:
         return [output.detach(), *torch.autograd.grad(output, leaves, torch.ones_like(output))]
 
 
+def addends(dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [random_tensor(300, 70, dtype=dtype, device=device, seed=seed) for seed in (0, 1)]
+
+
+def broadcast_addends(dtype: torch.dtype, device: str) -> list[Tensor]:
+    x, y = addends(dtype, device)
+    return [x.t(), y[0, :, None]]
+
+
 CONVOLUTION = Case(batch=3, in_channels=16, out_channels=24, image=(20, 21), groups=2, offset_groups=2)
-CALLS = {
-    "deform_conv2d": Call(lambda device: CONVOLUTION.tensors(device=device), CONVOLUTION.run),
-    "my_add": Call(
-        lambda device: [random_tensor(300, 70, device=device), random_tensor(70, device=device, seed=1)],
-        lambda inputs: my_add(*inputs),
-    ),
+CALLS = {  # by operator, and what is special
+    "deform_conv2d": Call(CONVOLUTION.tensors, CONVOLUTION.run),
+    "my_add": Call(addends, lambda inputs: my_add(*inputs)),
+    "my_add, broadcast": Call(broadcast_addends, lambda inputs: my_add(*inputs)),
 }
 
 
@@ -56,7 +63,7 @@ def _deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_every_operator_is_called() -> None:
-    assert set(CALLS) == set(myvision.ops.__all__)
+    assert {name.partition(",")[0] for name in CALLS} == set(myvision.ops.__all__)
 
 
 # ---- streams and graphs ----------------------------------------------------------------------------------------------
@@ -65,7 +72,7 @@ def test_every_operator_is_called() -> None:
 @pytest.mark.usefixtures("_deterministic")
 def test_runs_on_the_current_stream(call: Call, gpu: str) -> None:
     """The inputs are written late on a stream of their own: work on any other stream would read the old ones."""
-    inputs = call.inputs(gpu)
+    inputs = call.inputs(torch.float32, gpu)
     halves = [tensor / 2 for tensor in inputs]
     expected = call.results(halves)
     torch.cuda.synchronize()
@@ -80,7 +87,7 @@ def test_runs_on_the_current_stream(call: Call, gpu: str) -> None:
 
 @pytest.mark.usefixtures("_deterministic")
 def test_a_captured_graph_replays_with_new_inputs(call: Call, gpu: str) -> None:
-    inputs = call.inputs(gpu)
+    inputs = call.inputs(torch.float32, gpu)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # what is loaded or allocated once must not be captured
