@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -21,6 +20,13 @@ namespace {
 constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kMaxSharedBytes = 227 * 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
+constexpr size_t kMaxVariables = 64;  // in shared memory
+#if defined(SIMT_TSAN)
+constexpr size_t kFiberSets = 3;  // so many blocks in turn share no fiber, whose barriers would order them
+#else
+constexpr size_t kFiberSets = 1;
+#endif
+constexpr size_t kMaxCopies = 64;     // of a thread under way
 
 enum class State { kReady, kAtBarrier, kInCollective, kExited };
 enum class Order { kForward, kReverse, kRandom, kWarp };
@@ -36,14 +42,14 @@ struct Thread {
   int number;  // in its block
   uint3 index;
   Fiber* fiber;
-  State state = State::kReady;
+  State state;
   // What it waits for.
-  Location where = {};
-  const char* operation = nullptr;
-  void* operands = nullptr;
-  // Asynchronous copies, and the group of the next one.
-  std::vector<Copy> copies = {};
-  int group = 0;
+  Location where;
+  const char* operation;
+  void* operands;
+  // Asynchronous copies under way, and the group of the next one.
+  std::vector<Copy> copies;
+  int group;
 
   int warp() const { return number / kWarpSize; }
 };
@@ -78,10 +84,32 @@ uint3 unflatten(uint64_t number, const dim3& sizes) {
           static_cast<unsigned>(number / (uint64_t{sizes.x} * sizes.y))};
 }
 
+// Threads in the order in which they became ready.
+class Queue {
+ public:
+  Queue() : threads_(kMaxThreads) {}
+  size_t size() const { return size_; }
+  Thread* operator[](size_t i) const { return threads_[(first_ + i) % kMaxThreads]; }
+  void clear() { size_ = 0; }
+  void push(Thread* thread) { threads_[(first_ + size_++) % kMaxThreads] = thread; }
+
+  Thread* take(size_t i) {
+    std::swap(threads_[first_], threads_[(first_ + i) % kMaxThreads]);
+    Thread* thread = threads_[first_];
+    first_ = (first_ + 1) % kMaxThreads;
+    --size_;
+    return thread;
+  }
+
+ private:
+  std::vector<Thread*> threads_;
+  size_t first_ = 0, size_ = 0;
+};
+
 // A block's shared memory: variables between red zones, filled with NaN.
 class SharedMemory {
  public:
-  SharedMemory() : memory_(static_cast<char*>(map_memory(nullptr, kBytes))) { std::memset(memory_, 0xff, kBytes); }
+  SharedMemory() : memory_(static_cast<char*>(map_memory(nullptr, kBytes))) { variables_.reserve(kMaxVariables); }
 
   void reset() {
 #if defined(SIMT_TSAN)
@@ -104,7 +132,7 @@ class SharedMemory {
     }
     const size_t misalignment = alignment < kAlignment ? alignment : 0;  // no more aligned than promised
     const size_t start = (used_ + kAlignment - 1) / kAlignment * kAlignment + misalignment;
-    if (start + bytes + kRedZone > kBytes) return nullptr;
+    if (start + bytes + kRedZone > kBytes || variables_.size() == kMaxVariables) return nullptr;
     used_ = start + bytes + kRedZone;
 #if defined(SIMT_ASAN)
     __asan_unpoison_memory_region(memory_ + start, bytes);
@@ -124,6 +152,7 @@ class SharedMemory {
   std::vector<Variable> variables_;
 };
 
+// Nothing here is allocated while threads run: to ThreadSanitizer they would race for it.
 class Machine {
  public:
   void run(dim3 blocks, dim3 threads, size_t dynamic_bytes, const std::function<void()>& kernel);
@@ -167,7 +196,7 @@ class Machine {
 
   // Of the block that runs.
   std::vector<Thread> threads_;
-  std::deque<Thread*> ready_;
+  Queue ready_;
   std::vector<uint64_t> warp_priority_;
   Thread* running_ = nullptr;
   size_t alive_ = 0, at_barrier_ = 0;
@@ -195,7 +224,8 @@ void Machine::run(dim3 blocks, dim3 threads, size_t dynamic_bytes, const std::fu
   dynamic_bytes_ = dynamic_bytes;
   gridDim = blocks;
   blockDim = threads;
-  while (fibers_.size() < size_t{threads.x} * threads.y * threads.z) fibers_.push_back(std::make_unique<Fiber>());
+  const size_t fibers = kFiberSets * threads.x * threads.y * threads.z;
+  while (fibers_.size() < fibers) fibers_.push_back(std::make_unique<Fiber>());
   const uint64_t count = uint64_t{blocks.x} * blocks.y * blocks.z;
   for (uint64_t i = 0; i < count; ++i) {
     start_block(order_ == Order::kReverse ? count - 1 - i : i);
@@ -218,18 +248,22 @@ void Machine::start_block(uint64_t block) {
 #endif
   release(&launch_);
   const size_t count = size_t{blockDim.x} * blockDim.y * blockDim.z;
-  threads_.clear();
+  threads_.resize(count);
   for (size_t i = 0; i < count; ++i) {
-    // Another fiber than in the last block: to ThreadSanitizer, threads of one fiber never race.
-    Fiber* fiber = fibers_[(i + block) % count].get();
-    fiber->start(&Machine::enter);
-    threads_.push_back({.number = static_cast<int>(i), .index = unflatten(i, blockDim), .fiber = fiber});
+    Thread& thread = threads_[i];
+    thread.number = static_cast<int>(i);
+    thread.index = unflatten(i, blockDim);
+    thread.state = State::kReady;
+    thread.copies.clear();
+    thread.copies.reserve(kMaxCopies);
+    thread.group = 0;
+    thread.fiber = fibers_[block % kFiberSets * count + i].get();
+    thread.fiber->start(&Machine::enter);
   }
   warp_priority_.resize(count / kWarpSize + 1);
   std::generate(warp_priority_.begin(), warp_priority_.end(), std::ref(random_));
   ready_.clear();
-  for (Thread& thread : threads_) ready_.push_back(&thread);
-  if (order_ == Order::kReverse) std::reverse(ready_.begin(), ready_.end());
+  for (size_t i = 0; i < count; ++i) ready_.push(&threads_[order_ == Order::kReverse ? count - 1 - i : i]);
   alive_ = count;
   at_barrier_ = 0;
 }
@@ -246,30 +280,20 @@ void Machine::run_block() {
   if (alive_) fail_hanging();
 }
 
-Thread* Machine::next_thread() {
-  if (ready_.empty()) return nullptr;
-  std::swap(ready_.front(), ready_[choose()]);
-  Thread* thread = ready_.front();
-  ready_.pop_front();
-  return thread;
-}
+Thread* Machine::next_thread() { return ready_.size() ? ready_.take(choose()) : nullptr; }
 
 size_t Machine::choose() {
-  switch (order_) {
-    case Order::kRandom:
-      return random_() % ready_.size();
-    case Order::kWarp: {
-      const auto priority = [&](const Thread* thread) { return warp_priority_[thread->warp()]; };
-      return std::ranges::max_element(ready_, {}, priority) - ready_.begin();
-    }
-    default:
-      return 0;
+  if (order_ == Order::kRandom) return random_() % ready_.size();
+  size_t chosen = 0;
+  for (size_t i = 1; order_ == Order::kWarp && i < ready_.size(); ++i) {
+    if (warp_priority_[ready_[i]->warp()] > warp_priority_[ready_[chosen]->warp()]) chosen = i;
   }
+  return chosen;
 }
 
 void Machine::make_ready(Thread& thread) {
   thread.state = State::kReady;
-  ready_.push_back(&thread);
+  ready_.push(&thread);
 }
 
 void Machine::wait(State state, Location where) {
@@ -387,13 +411,13 @@ void Machine::collective(const char* operation, void* operands, Resolve resolve,
 }
 
 void Machine::check_lane(const Thread& lane, const char* operation, Location where) {
-  const std::string who = "lane " + std::to_string(lane.number % kWarpSize) + " of the warp ";
-  if (lane.state == State::kExited) fault(std::string(operation) + " in vain: " + who + "has exited", where);
-  if (lane.state == State::kInCollective && !same_place(lane.where, where)) {
-    fault(std::string("divergent warp: ") + operation + ", while " + who + "is in " + lane.operation + " of line " +
-              std::to_string(lane.where.line()),
-          where);
-  }
+  const bool diverged = lane.state == State::kInCollective && !same_place(lane.where, where);
+  if (lane.state != State::kExited && !diverged) return;
+  const std::string who = "lane " + std::to_string(lane.number % kWarpSize) + " of its warp ";
+  if (!diverged) fault(std::string(operation) + " in vain: " + who + "has exited", where);
+  fault(std::string("divergent warp: ") + operation + ", while " + who + "is in " + lane.operation + " of line " +
+            std::to_string(lane.where.line()),
+        where);
 }
 
 void Machine::order_warp() { order(lanes_of_running(), kWarpSize, &barriers_->warp[running_->warp()]); }
@@ -448,9 +472,10 @@ void collective(const char* operation, void* operands, Resolve resolve, Location
   machine().collective(operation, operands, resolve, caller);
 }
 
-void copy_async(void* to, const void* from, void (*do_copy)(void*, const void*)) {
+void copy_async(void* to, const void* from, void (*do_copy)(void*, const void*), Location caller) {
   if (machine().copies_at_once()) return do_copy(to, from);
   Thread& thread = machine().running();
+  if (thread.copies.size() == kMaxCopies) machine().fault("too many asynchronous copies under way", caller);
   thread.copies.push_back({to, from, do_copy, thread.group});
 }
 

@@ -71,7 +71,7 @@ using Resolve = void (*)(void* const* operands);
 void collective(const char* operation, void* operands, Resolve resolve, Location caller);
 
 // do_copy(to, from) runs when the copy happens.
-void copy_async(void* to, const void* from, void (*do_copy)(void*, const void*));
+void copy_async(void* to, const void* from, void (*do_copy)(void*, const void*), Location caller);
 void commit_copies();
 void wait_for_copies(int pending_groups);
 

@@ -102,10 +102,11 @@ void atomic_add(T* target, T value) {
 inline void copy_async(void* to_shared, const void* from_global, SIMT_CALLER) {
   simt::check_alignment(to_shared, kVectorBytes, caller);
   simt::check_alignment(from_global, kVectorBytes, caller);
-  simt::copy_async(to_shared, from_global, [](void* to, const void* from) {
+  const auto do_copy = [](void* to, const void* from) {
     using Bytes = Pack<char, kVectorBytes>;
     *static_cast<Bytes*>(to) = *static_cast<const Bytes*>(from);
-  });
+  };
+  simt::copy_async(to_shared, from_global, do_copy, caller);
 }
 
 template <int kPending>
