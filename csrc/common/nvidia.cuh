@@ -115,22 +115,21 @@ template <bool kTransposed, int kCount>
 __device__ __forceinline__ void ldmatrix(uint32_t (&matrices)[kCount], const void* row) {
   static_assert(kCount <= 4 && kHasMma, "guard it by if constexpr (kHasMma)");
   const unsigned address = shared_address(row);
-  constexpr auto& kName = Transposition<kTransposed>::kName;
   if constexpr (kCount == 1) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x1%2.shared.b16 {%0}, [%1];"
                  : "=r"(matrices[0])
-                 : "r"(address), "C"(kName)
+                 : "r"(address), "C"(Transposition<kTransposed>::kName)
                  : "memory");
   } else if constexpr (kCount == 2) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2%3.shared.b16 {%0, %1}, [%2];"
                  : "=r"(matrices[0]), "=r"(matrices[1])
-                 : "r"(address), "C"(kName)
+                 : "r"(address), "C"(Transposition<kTransposed>::kName)
                  : "memory");
   } else {
     static_assert(kCount == 4, "ldmatrix loads 1, 2 or 4 matrices");
     asm volatile("ldmatrix.sync.aligned.m8n8.x4%5.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-                 : "r"(address), "C"(kName)
+                 : "r"(address), "C"(Transposition<kTransposed>::kName)
                  : "memory");
   }
 }

@@ -26,7 +26,7 @@ constexpr size_t kFiberSets = 3;  // so many blocks in turn share no fiber, whos
 #else
 constexpr size_t kFiberSets = 1;
 #endif
-constexpr size_t kMaxCopies = 64;     // of a thread under way
+constexpr size_t kMaxCopies = 64;  // of a thread under way
 
 enum class State { kReady, kAtBarrier, kInCollective, kExited };
 enum class Order { kForward, kReverse, kRandom, kWarp };

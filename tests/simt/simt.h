@@ -89,7 +89,7 @@ T shuffle(T value, int lane, SIMT_CALLER) {
 
 template <typename T>
 T shuffle_xor(T value, int lane_mask, SIMT_CALLER) {
-  return shuffle(value, simt::lane() ^ lane_mask, caller);
+  return myvision::shuffle(value, simt::lane() ^ lane_mask, caller);
 }
 
 inline void sync_warp(SIMT_CALLER) { simt::warp_barrier(caller); }
