@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import emulation
 import pytest
 import torch
+from emulation import EMULATORS, in_place_of_cpu, is_supported
 from helpers import FLOATING_DTYPES, LAYOUTS, available_instruction_sets
 
 
 def name_of(value: object) -> str:
     return str(value).removeprefix("torch.")
-
-
-# By the size of a warp: 32 as NVIDIA's and some of AMD's GPUs, 64 as others of AMD's.
-EMULATORS = {"emulated": emulation.Emulator(warp_size=32), "emulated_64": emulation.Emulator(warp_size=64)}
 
 
 @pytest.fixture(params=["cpu", *EMULATORS, "cuda"])
@@ -26,9 +22,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     Without a GPU, "cuda" is skipped, or fails where MYVISION_REQUIRE_GPU=1.
     """
     if request.param in EMULATORS:
-        if not emulation.is_supported():
+        if not is_supported():
             pytest.skip("the GPU emulator runs on Linux and x86-64")
-        with emulation.in_place_of_cpu(EMULATORS[request.param]):
+        with in_place_of_cpu(EMULATORS[request.param]):
             yield "cpu"
     else:
         yield available(request.param)

@@ -87,6 +87,10 @@ class Emulator:
         ]
 
 
+# As the tests' devices: warps are of 32 lanes on NVIDIA's and some of AMD's GPUs, of 64 on others of AMD's.
+EMULATORS = {"emulated": Emulator(warp_size=32), "emulated_64": Emulator(warp_size=64)}
+
+
 def _ninja_file(flags: list[str], name: str, sources: list[Path], library: bool) -> str:
     """The emulator itself is not instrumented, only told that the kernels are."""
     kinds = {"kernels": sources, "machine": sorted(SIMT.glob("*.cpp"))}

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deform_conv2d_cases import CASES, NAMES, Case
+from emulation import EMULATORS
 from helpers import FLOATING_DTYPES, num_threads, run_python, with_layout
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from myvision.ops import deform_conv2d
@@ -64,13 +65,15 @@ def test_padding_by_name(kernel: tuple[int, int], padding: str) -> None:
 # ---- the border, and what is no number -------------------------------------------------------------------------------
 
 
-def ramp(offset_y: float, offset_x: float = 0.0, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def ramp(
+    offset_y: float, offset_x: float = 0.0, *, dtype: torch.dtype = torch.float64, device: str
+) -> list[torch.Tensor]:
     """One tap over the image [[1, 2], [3, 4]] at the top left: the sample, and its gradients by offset and input."""
-    input = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]], dtype=dtype, requires_grad=True)
-    offset = torch.zeros(1, 2, 2, 2, dtype=dtype)
-    offset[0, :, 0, 0] = torch.tensor([offset_y, offset_x], dtype=dtype)
+    input = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]], dtype=dtype, device=device, requires_grad=True)
+    offset = torch.zeros(1, 2, 2, 2, dtype=dtype, device=device)
+    offset[0, :, 0, 0] = torch.tensor([offset_y, offset_x], dtype=dtype, device=device)
     offset.requires_grad_()
-    output = deform_conv2d(input, offset, torch.ones(1, 1, 1, 1, dtype=dtype))
+    output = deform_conv2d(input, offset, torch.ones(1, 1, 1, 1, dtype=dtype, device=device))
     gradients = torch.autograd.grad(output[0, 0, 0, 0], [offset, input])
     return [output[0, 0, 0, 0].detach(), gradients[0][0, :, 0, 0], gradients[1][0, 0]]
 
@@ -88,24 +91,26 @@ def ramp(offset_y: float, offset_x: float = 0.0, dtype: torch.dtype = torch.floa
         (-1.0000001, 0.0, 0.0),
     ],
 )
-def test_border_rules(offset_y: float, value: float, slope: float) -> None:
-    sample, gradient, _ = ramp(offset_y)
+def test_border_rules(offset_y: float, value: float, slope: float, device: str) -> None:
+    sample, gradient, _ = ramp(offset_y, device=device)
     torch.testing.assert_close(sample.item(), value)
     torch.testing.assert_close(gradient[0].item(), slope)
 
 
 @pytest.mark.parametrize("coordinate", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 2.0**31, -(2.0**63)])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_far_and_undefined_positions_are_zero(coordinate: float, axis: int, floating_dtype: torch.dtype) -> None:
+def test_far_and_undefined_positions_are_zero(
+    coordinate: float, axis: int, floating_dtype: torch.dtype, device: str
+) -> None:
     offsets = [0.5, 0.5]
     offsets[axis] = coordinate
-    for result in ramp(*offsets, dtype=floating_dtype):
+    for result in ramp(*offsets, dtype=floating_dtype, device=device):
         assert not result.any()
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[13]], ids=str)
-def test_far_positions_touch_nothing_else(case: Case, floating_dtype: torch.dtype) -> None:
-    tensors, grad_output = case.tensors(floating_dtype), case.grad_output(floating_dtype)
+def test_far_positions_touch_nothing_else(case: Case, floating_dtype: torch.dtype, device: str) -> None:
+    tensors, grad_output = case.tensors(floating_dtype, device), case.grad_output(floating_dtype, device)
     for i, coordinate in enumerate([float("nan"), float("inf"), -float("inf"), 6e4, -6e4]):
         tensors[2].view(-1)[i * 7 :: 37] = coordinate
     exact = [t.double() for t in tensors]
@@ -117,12 +122,12 @@ def test_far_positions_touch_nothing_else(case: Case, floating_dtype: torch.dtyp
         assert actual.isfinite().all()
 
 
-def test_half_types_keep_exact_positions() -> None:
-    input = torch.arange(300.0).expand(1, 1, 1, 300).to(torch.bfloat16)
-    offset = torch.full((1, 2, 1, 300), 0.0, dtype=torch.bfloat16)
+def test_half_types_keep_exact_positions(device: str) -> None:
+    input = torch.arange(300.0, device=device).expand(1, 1, 1, 300).to(torch.bfloat16)
+    offset = torch.full((1, 2, 1, 300), 0.0, dtype=torch.bfloat16, device=device)
     offset[:, 1] = 0.5
-    actual = deform_conv2d(input, offset, torch.ones(1, 1, 1, 1, dtype=torch.bfloat16))
-    assert torch.equal(actual[..., 255], torch.tensor([[[255.5]]]).to(torch.bfloat16))
+    actual = deform_conv2d(input, offset, torch.ones(1, 1, 1, 1, dtype=torch.bfloat16, device=device))
+    assert torch.equal(actual[..., 255].cpu(), torch.tensor([[[255.5]]]).to(torch.bfloat16))
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -146,9 +151,13 @@ def test_no_output_channels(device: str) -> None:
     assert not any(gradient.any() for gradient in case.gradients(tensors, case.grad_output(device=device)))
 
 
-@settings(max_examples=60, deadline=None)
+# The device is the same for all examples.
+many_examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@many_examples
 @given(data=st.data())
-def test_any_geometry(data: st.DataObject) -> None:
+def test_any_geometry(device: str, data: st.DataObject) -> None:
     def pair(low: int, high: int) -> tuple[int, int]:
         return data.draw(st.integers(low, high)), data.draw(st.integers(low, high))
 
@@ -171,18 +180,18 @@ def test_any_geometry(data: st.DataObject) -> None:
         reach=data.draw(st.sampled_from([0.0, 1.0, 5.0])),
     )
     dtype = data.draw(st.sampled_from(FLOATING_DTYPES))
-    for name, actual, _, oracle in case.results(dtype):
+    for name, actual, _, oracle in case.results(dtype, device):
         error = (actual.double() - oracle).abs().max()
         assert error <= 16 * torch.finfo(dtype).eps * max(oracle.abs().max(), 1), name
 
 
-@settings(max_examples=30, deadline=None)
+@settings(many_examples, max_examples=30)
 @given(
     orders=st.lists(st.permutations(range(4)), min_size=5, max_size=5),
     steps=st.lists(st.integers(1, 3), min_size=5, max_size=5),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )
-def test_any_strides(orders: list[list[int]], steps: list[int], dtype: torch.dtype) -> None:
+def test_any_strides(device: str, orders: list[list[int]], steps: list[int], dtype: torch.dtype) -> None:
     """Each tensor in an order of dimensions and with gaps of its own gives what contiguous ones give."""
 
     def restride(tensor: torch.Tensor, order: list[int], step: int) -> torch.Tensor:
@@ -191,7 +200,7 @@ def test_any_strides(orders: list[list[int]], steps: list[int], dtype: torch.dty
         return spread.copy_(permuted).permute([order.index(i) for i in range(4)])
 
     case = CASES[4]
-    tensors, grad_output = case.tensors(dtype), case.grad_output(dtype)
+    tensors, grad_output = case.tensors(dtype, device), case.grad_output(dtype, device)
     strided = [restride(t, order, step) for t, order, step in zip(tensors[:4], orders, steps, strict=False)]
     strided.append(tensors[4])
     torch.testing.assert_close(case.run(strided), case.run(tensors))
@@ -199,17 +208,17 @@ def test_any_strides(orders: list[list[int]], steps: list[int], dtype: torch.dty
     torch.testing.assert_close(actual, case.gradients(tensors, grad_output))
 
 
-def test_expanded_grad_output() -> None:
+def test_expanded_grad_output(device: str) -> None:
     case = Case()
-    tensors = case.tensors(torch.float64)
-    expanded = torch.ones((), dtype=torch.float64).expand(case.grad_output().shape)
+    tensors = case.tensors(torch.float64, device)
+    expanded = torch.ones((), dtype=torch.float64, device=device).expand(case.grad_output().shape)
     torch.testing.assert_close(case.gradients(tensors, expanded), case.gradients(tensors, expanded.contiguous()))
 
 
 @pytest.mark.parametrize("wanted", [[i == j for j in range(5)] for i in range(5)] + [[True, False, True, False, True]])
-def test_only_the_wanted_gradients(wanted: list[bool]) -> None:
+def test_only_the_wanted_gradients(wanted: list[bool], device: str) -> None:
     case = Case(in_channels=6, groups=2, offset_groups=3)
-    tensors, grad_output = case.tensors(torch.float64), case.grad_output(torch.float64)
+    tensors, grad_output = case.tensors(torch.float64, device), case.grad_output(torch.float64, device)
     every = BACKWARD(grad_output, *tensors[:4], *case.geometry, [True] * 5, False)
     some = BACKWARD(grad_output, *tensors[:4], *case.geometry, wanted, False)
     assert [gradient is not None for gradient in some] == wanted
@@ -238,10 +247,10 @@ def test_channel_slice_of_channels_last_is_channels_last() -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted"])
-def test_gradients_have_the_layout_of_their_tensor(layout: str) -> None:
+def test_gradients_have_the_layout_of_their_tensor(layout: str, device: str) -> None:
     case = Case()
-    tensors = case.tensors(layout=layout)
-    for gradient, tensor in zip(case.gradients(tensors, case.grad_output()), tensors, strict=True):
+    tensors = case.tensors(device=device, layout=layout)
+    for gradient, tensor in zip(case.gradients(tensors, case.grad_output(device=device)), tensors, strict=True):
         assert gradient.stride() == tensor.stride()
 
 
@@ -260,8 +269,8 @@ def test_forward_is_bitwise_equal_for_any_number_of_threads(floating_dtype: torc
     assert torch.equal(outputs[0], outputs[2])
 
 
-def test_forward_does_not_depend_on_the_rest_of_the_batch() -> None:
-    input, weight, offset, mask, bias = BITWISE.tensors()
+def test_forward_does_not_depend_on_the_rest_of_the_batch(device: str) -> None:
+    input, weight, offset, mask, bias = BITWISE.tensors(device=device)
     whole = BITWISE.run([input, weight, offset, mask, bias])
     assert torch.equal(whole[1:2], BITWISE.run([input[1:2], weight, offset[1:2], mask[1:2], bias]))
 
@@ -293,7 +302,8 @@ for case in CASES[3:5] + CASES[12:14]:
     )
 
 
-def test_offsets_in_memory_past_32_bits() -> None:
+@pytest.mark.parametrize("device", ["cpu", *EMULATORS], indirect=True)  # a GPU would have to own all of the storage
+def test_offsets_in_memory_past_32_bits(device: str) -> None:
     """Images and channels that lie more than 2^31 elements apart, in a storage of which little is ever touched."""
     case = Case(in_channels=3, out_channels=2)
     tensors, grad_output = case.tensors(torch.bfloat16), case.grad_output(torch.bfloat16)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from emulation import EMULATORS
 from helpers import (
     FLOATING_DTYPES,
     INTEGER_DTYPES,
@@ -17,7 +18,7 @@ from helpers import (
     run_python,
     with_layout,
 )
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -136,11 +137,11 @@ def operands(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return draw(operand(shape, x_dtype)), draw(operand(shape, y_dtype))
 
 
-@settings(max_examples=400, deadline=None)
-@given(operands())
-def test_any_strides(tensors: tuple[Tensor, Tensor]):
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensors=operands())
+def test_any_strides(device: str, tensors: tuple[Tensor, Tensor]):
     """Values, dtype and strides are torch.add's; the fake says the same without computing."""
-    x, y = tensors
+    x, y = (tensor.to(device) for tensor in tensors)
     actual, expected = my_add(x, y), torch_add(x, y)
     assert actual.dtype == expected.dtype
     assert actual.stride() == expected.stride()
@@ -197,6 +198,17 @@ def test_more_than_two_to_the_31_elements(real_device: str):
     output = my_add(x + 0 if real_device == "cuda" else x, y)
     assert output.numel() == size
     assert output[-1] == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", *EMULATORS], indirect=True)  # a GPU would have to own all of the storage
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_offsets_in_memory_past_32_bits(device: str, dtype: torch.dtype):
+    """Rows that lie more than 2^31 elements apart, in a storage of which little is ever touched."""
+    gap = 2**31 + 16
+    x = torch.empty(gap + 40, dtype=dtype).as_strided((2, 40), (gap, 1)).copy_(random_tensor(2, 40, dtype=dtype))
+    y = random_tensor(2, 40, dtype=dtype, seed=1)
+    assert torch.equal(my_add(x, y), reference(x.contiguous(), y))
+    assert torch.equal(my_add(x[:, 1:], y[:, 1:]), reference(x[:, 1:].contiguous(), y[:, 1:]))
 
 
 def test_a_forked_worker_computes_after_threads_were_used():
