@@ -4,9 +4,9 @@
 #
 #   tools/gpu_check.sh [DIRECTORY]     results, one log a step: report.md, report.json; default: build/gpu_check
 #
-# Installed must be: a C++20 compiler, nvcc of the CUDA release that torch is built for and, for $PYTHON (default:
-# python3), torch >= 2.11, setuptools, ninja and what the extra "test" of pyproject.toml lists. compute-sanitizer is used
-# where it is found and works. Nothing is downloaded.
+# Installed must be: a C++20 compiler, nvcc of the CUDA release that torch is built for and, for $PYTHON (python3 where
+# that is not set), torch >= 2.11, setuptools, ninja and what the extra "test" of pyproject.toml lists. Where
+# compute-sanitizer is found and works it is used. Nothing is downloaded.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -14,8 +14,9 @@ python=${PYTHON:-python3}
 mkdir -p "${1:-build/gpu_check}"
 out=$(cd "${1:-build/gpu_check}" && pwd)
 seconds_allowed=450  # what is left of the 8 minutes is for the end of the last step
-export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 export PYTHONPATH=$PWD
+# The toolkit that the build finds, with compute-sanitizer.
+PATH=$PATH:$("$python" -c 'import setup, torch; print(setup.find_cuda_home(torch.version.cuda))')/bin
 export MYVISION_REQUIRE_GPU=1 FORCE_CUDA=1
 export NVIDIA_TF32_OVERRIDE=0  # float32 means float32, for the peers and for the formulas that tests compare with
 
@@ -44,10 +45,10 @@ step() {
   return $status
 }
 
-# With status 9 where it finds something in one of myvision's kernels. Without torch's cache each tensor is an allocation
-# of its own, whose end memcheck knows.
-sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --kernel-name kns=myvision --report-api-errors no
-  --error-exitcode 9)
+# With status 9 where it finds something in one of myvision's kernels. Without torch's cache each tensor is an
+# allocation of its own, whose end memcheck knows.
+sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --kernel-name kns=myvision
+  --report-api-errors no --error-exitcode 9)
 
 finds_planted_bug() {
   "${sanitizer[@]}" --tool "$1" "$out/planted_bugs" &>"$out/planted_bugs.log"
