@@ -1,14 +1,18 @@
-"""What only a GPU shows: streams, CUDA graphs, tensors of more than 2^31 elements."""
+"""What only a GPU shows: streams, CUDA graphs, its own primitives, tensors of more than 2^31 elements."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import emulation
 import pytest
 import torch
 from deform_conv2d_cases import Case
-from helpers import random_tensor
+from emulation import Emulator
+from helpers import REPOSITORY, random_tensor
 from torch import Tensor
 
 import myvision
@@ -101,6 +105,21 @@ def test_a_captured_graph_replays_with_new_inputs(call: Call, gpu: str) -> None:
             tensor.mul_(0.75)
         graph.replay()
         torch.testing.assert_close(captured, call.results(inputs), rtol=1e-4, atol=1e-4)
+
+
+# ---- the emulator's word ---------------------------------------------------------------------------------------------
+
+
+def lines_of(program: Path) -> list[str]:
+    return subprocess.run([program], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.skipif(not emulation.is_supported(), reason="the GPU emulator runs on Linux and x86-64")
+def test_primitives_have_the_bits_that_the_emulator_gives_them(gpu: str, tmp_path: Path) -> None:
+    source, program = emulation.SIMT / "primitives.cu", tmp_path / "primitives"
+    nvcc = emulation.setup_script.find_cuda_home(torch.version.cuda) / "bin" / "nvcc"
+    subprocess.run([nvcc, "-std=c++20", "-arch=native", "-Icsrc", source, "-o", program], cwd=REPOSITORY, check=True)
+    assert lines_of(program) == lines_of(Emulator().program("primitives"))
 
 
 # ---- past 2^31 elements ----------------------------------------------------------------------------------------------

@@ -123,6 +123,15 @@ def test_finds_seeded_spills_and_local_arrays(name: str, tmp_path: Path, capsys:
     assert "good" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "runtime"), [("nvcc", "cuda"), ("clang", "hip")])
+def test_every_primitive_compiles(name: str, runtime: str, tmp_path: Path) -> None:
+    compiler = for_one_architecture(name)
+    text = (REPOSITORY / "tests" / "simt" / "primitives.cu").read_text()
+    source = tmp_path / "primitives.cu"
+    source.write_text(text.replace("cuda", runtime))
+    assert compiler.compile(source, compiler.architectures[0])
+
+
 def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
     compiler = for_one_architecture("nvcc")
     source = tmp_path / "broken.cu"
