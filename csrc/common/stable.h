@@ -20,6 +20,10 @@
 
 #include "common/dtype.h"
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // newer than torch 2.11; it says why a call failed
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 // An operator's <op>.cpp is compiled once per library: as it stands for the CPU, with MYVISION_GPU for CUDA and HIP,
 // with MYVISION_EMULATOR as well for the GPU kernels emulated on the CPU, under a namespace of their own.
 #ifndef MYVISION_OP_NAMESPACE
