@@ -7,11 +7,11 @@ BUILD_REQUIREMENTS := "setuptools>=77" "ninja>=1.11" "torch>=2.11" "torchvision>
 TEST_JOBS ?= 2
 WHEEL_DIR ?= dist
 
-.PHONY: help build demo test bench lint wheel asan check-gpu-build clean
+.PHONY: help build demo test test-gpu-emulated bench lint wheel asan check-gpu-build clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | build | bench | lint | wheel | asan | check-gpu-build | clean   (each sets up $(VENV) first)"
+	@echo "make demo | test | test-gpu-emulated | build | bench | lint | wheel | asan | check-gpu-build | clean   (each sets up $(VENV) first)"
 
 $(VENV)/.environment: | check-python
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,10 @@ demo: $(VENV)/.with-demo build
 
 test: $(VENV)/.with-test build
 	$(BIN)/python -m pytest -n $(TEST_JOBS)
+
+# The emulated GPU kernels once more: in every order of threads, and under the sanitizers.
+test-gpu-emulated: $(VENV)/.with-test build
+	TEST_JOBS=$(TEST_JOBS) $(BIN)/python tools/test_gpu_emulated.py
 
 bench: $(VENV)/.with-demo build
 	$(BIN)/python -m myvision bench

@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,13 +24,14 @@ from torch.utils import cpp_extension
 
 SIMT = REPOSITORY / "tests" / "simt"
 WARP_SIZES = [32, 64]
+# How kernels are instrumented, and what the emulator, which is not, has to know of it.
 SANITIZERS = {
-    "none": [],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DSIMT_ASAN"],
-    "thread": ["-fsanitize=thread", "-DSIMT_TSAN"],
+    "none": ([], []),
+    "address": (["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], ["-DSIMT_ASAN"]),
+    "thread": (["-fsanitize=thread"], ["-DSIMT_TSAN"]),
 }
 
-COMPILER = os.environ.get("CXX", "c++")
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 setup_script = load_script(REPOSITORY / "setup.py")
 
 
@@ -68,47 +70,43 @@ class Emulator:
         directory = self.directory / name.partition(".")[0]
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / "lock"):
-            (directory / "build.ninja").write_text(_ninja_file(self._flags(), name, sources, library))
+            (directory / "build.ninja").write_text(self._ninja_file(name, sources, library))
             # A compiler does not run under a sanitizer that is loaded for the tests.
             environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
             result = subprocess.run(["ninja", "-C", directory], capture_output=True, text=True, env=environment)
         assert result.returncode == 0, f"the emulated kernels do not compile:\n{result.stdout}"
         return directory / name
 
+    def _ninja_file(self, name: str, sources: list[Path], library: bool) -> str:
+        instrument, told = SANITIZERS[self.sanitizer]
+        flags = [*self._flags(), *told]
+        torch_libraries = [*[f"-L{path}" for path in cpp_extension.library_paths("cpu")], "-ltorch_cpu"]
+        linked = [*instrument, *(["-shared", *torch_libraries] if library else [])]
+        text = io.StringIO()
+        writer = ninja_syntax.Writer(text)
+        for rule, options in {"kernels": [*flags, *instrument], "emulator": flags}.items():
+            command = f"{shlex.join([*COMPILER, *options])} -MMD -MF $out.d -x c++ -c $in -o $out"
+            writer.rule(rule, command, depfile="$out.d", deps="gcc")
+        writer.rule("link", f"{shlex.join(COMPILER)} $in -o $out {shlex.join(linked)}")
+        objects = []
+        for rule, files in {"kernels": sources, "emulator": sorted(SIMT.glob("*.cpp"))}.items():
+            for file in files:
+                objects += writer.build(f"{rule}/{file.name}.o", rule, str(file))
+        writer.build(name, "link", objects)
+        return text.getvalue()
+
     def _flags(self) -> list[str]:
+        includes = [REPOSITORY / "csrc", REPOSITORY / "tests", *cpp_extension.include_paths("cpu")]
         return [
             *["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"],
-            *["-Wall", "-Wextra", "-Wno-unknown-pragmas"],
             *["-DMYVISION_GPU", "-DMYVISION_EMULATOR", f"-DSIMT_WARP_SIZE={self.warp_size}"],
             f"-DMYVISION_OP_NAMESPACE={self.namespace}",
-            *[f"-I{REPOSITORY / directory}" for directory in ("csrc", "tests")],
-            *[f"-isystem {path}" for path in cpp_extension.include_paths("cpu")],
-            *SANITIZERS[self.sanitizer],
+            *[f"-I{path}" for path in includes],
         ]
 
 
 # As the tests' devices: warps are of 32 lanes on NVIDIA's and some of AMD's GPUs, of 64 on others of AMD's.
 EMULATORS = {"emulated": Emulator(warp_size=32), "emulated_64": Emulator(warp_size=64)}
-
-
-def _ninja_file(flags: list[str], name: str, sources: list[Path], library: bool) -> str:
-    """The emulator itself is not instrumented, only told that the kernels are."""
-    kinds = {"kernels": sources, "machine": sorted(SIMT.glob("*.cpp"))}
-    objects = {f"{kind}/{source.stem}.o": (kind, source) for kind, files in kinds.items() for source in files}
-    sanitize = [flag for flag in flags if flag.startswith("-fsanitize")]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths("cpu")] + ["-ltorch_cpu"]
-    with contextlib.closing(io.StringIO()) as text:
-        writer = ninja_syntax.Writer(text)
-        compile = f"{COMPILER} -MMD -MF $out.d -x c++ -c $in -o $out"
-        writer.rule("kernels", f"{compile} {' '.join(flags)}", depfile="$out.d", deps="gcc")
-        plain = [flag for flag in flags if flag not in sanitize]
-        writer.rule("machine", f"{compile} {' '.join(plain)}", depfile="$out.d", deps="gcc")
-        linked = ["-shared", *libraries] if library else []
-        writer.rule("link", f"{COMPILER} $in -o $out {' '.join([*sanitize, *linked])}")
-        for target, (kind, source) in objects.items():
-            writer.build(target, kind, str(source))
-        writer.build(name, "link", list(objects))
-        return text.getvalue()
 
 
 @functools.cache

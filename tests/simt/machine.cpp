@@ -174,7 +174,6 @@ class Machine {
   Thread* next_thread();
   size_t choose();
   void make_ready(Thread& thread);
-  void wait(State state, Location where);
   void open_barrier();
   void check_lane(const Thread& lane, const char* operation, Location where);
   Thread* lanes_of_running() { return &threads_[running_->warp() * kWarpSize]; }
@@ -296,12 +295,6 @@ void Machine::make_ready(Thread& thread) {
   ready_.push(&thread);
 }
 
-void Machine::wait(State state, Location where) {
-  running_->state = state;
-  running_->where = where;
-  running_->fiber->suspend();
-}
-
 // A fiber's whole life.
 void Machine::enter() {
   Machine& self = machine();
@@ -349,14 +342,10 @@ void Machine::abandon() {
 // ---- barriers and collectives ---------------------------------------------------------------------------------------
 
 void Machine::barrier(Location where) {
-  if (++at_barrier_ == alive_) {
-    running_->state = State::kAtBarrier;
-    running_->where = where;
-    open_barrier();
-    running_->fiber->suspend();
-  } else {
-    wait(State::kAtBarrier, where);
-  }
+  running_->state = State::kAtBarrier;
+  running_->where = where;
+  if (++at_barrier_ == alive_) open_barrier();
+  running_->fiber->suspend();
 }
 
 void Machine::open_barrier() {

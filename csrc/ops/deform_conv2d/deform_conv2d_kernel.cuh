@@ -3,22 +3,24 @@
 // for float64 double), half types only at loads and stores; only atomic_add, where it is asked for, has no fixed order.
 //
 // depth is in_channels / groups * taps, taps outermost (row tap * group_inputs + channel), so that consecutive rows
-// share where they sample. A sample of a column costs 4 loads and 4 multiply-adds.
+// share where they sample. A tile of R = kRows by C = kColumns shares its operands: each is read once per tile. e is
+// sizeof(T), r sizeof(Real). Sampling takes 4 loads and 4 multiply-adds.
 //
-// Kernel                 | per result                        | operations and bytes, and the limit aimed at
-// -----------------------+-----------------------------------+------------------------------------------------------
-// forward                | output element                    | depth FMAs; each sample serves the kRows (32 ... 128)
-//                        |                                   | outputs of a tile: FMA throughput from 64 rows on, the
-//                        |                                   | gathers (4 loads of sizeof(T) per kRows FMAs) below
-// backward_columns       | (pixel, tap, channel)             | group_outputs FMAs, 4 loads, 4 atomics of
-//                        |                                   | sizeof(Real): FMA throughput, or for few output
-//                        |                                   | channels the atomics
-// backward_input_ordered | (pixel, tap, channel)             | the same with 4 dependent reads and writes of one
-//                        |                                   | thread: their latency
-// backward_weight        | (out channel, depth row)          | pixels FMAs; a sample serves 64 rows: FMA throughput
-// sum_weight_gradient    | weight element                    | `splits` adds, (splits + 1) reads and writes: bandwidth
-// backward_bias          | out channel                       | pixels adds of sizeof(T) bytes read: bandwidth
-// pack_weight, write_input_gradient: one read, one write per element: bandwidth
+// Kernel                 | result                | operations             | bytes, mostly of caches | limit aimed at
+// -----------------------+-----------------------+------------------------+-------------------------+------------------
+// forward                | output element        | depth (1+4/R) FMAs     | depth (4/R + 1/C) e     | FMA throughput;
+//                        |                       |                        | read, e written         | gathers if R < 64
+// backward_columns       | (pixel, tap, channel) | group_outputs FMAs, 20 | group_outputs (1/R +    | FMA throughput;
+//                        |                       | for the sample         | 1/C) e + 4 e read,      | atomics if few
+//                        |                       |                        | 4 r added to atomically | output channels
+// backward_input_ordered | (pixel, tap, channel) | the same               | the same, but 4 r read  | latency of these
+//                        |                       |                        | and written in turn     | by one thread
+// backward_weight        | (output, depth row)   | pixels (1+4/R) FMAs    | pixels (4/R + 1/C) e    | FMA throughput
+//                        |                       |                        | read, splits r written  |
+// sum_weight_gradient    | weight element        | splits additions       | splits r + e            | bandwidth
+// backward_bias          | output channel        | pixels additions       | pixels e                | bandwidth
+// pack_weight            | weight element        | none                   | 2 e                     | bandwidth
+// write_input_gradient   | input element         | none                   | r + e                   | bandwidth
 #pragma once
 #include "common/gpu.cuh"
 #include "ops/deform_conv2d/deform_conv2d.h"
