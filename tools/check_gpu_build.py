@@ -149,7 +149,7 @@ COMPILERS = {
     "nvcc": Compiler(
         program="nvcc",
         package="NVIDIA's CUDA toolkit, where CUDA_HOME or PATH leads to it",
-        architectures=("sm_80", "sm_90", "sm_100", "sm_120"),
+        architectures=("sm_75", "sm_80", "sm_90", "sm_100", "sm_120"),
         options=("-arch={}", "-cubin", "-Xptxas", "-v", *cpp_extension.COMMON_NVCC_FLAGS, f"-I{build_script.CSRC}"),
         read=read_ptxas,
     ),
