@@ -130,7 +130,7 @@ def test_finds_seeded_spills_and_local_arrays(name: str, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(("name", "runtime"), [("nvcc", "cuda"), ("clang", "hip")])
 def test_every_primitive_compiles(name: str, runtime: str, tmp_path: Path) -> None:
-    """For the oldest and the newest GPU: with and, on NVIDIA's, without a fall-back."""
+    """For the oldest and the newest GPU: NVIDIA's oldest has neither bfloat16 products nor asynchronous copies."""
     compiler = found_compiler(name)
     text = (REPOSITORY / "tests" / "simt" / "primitives.cu").read_text()
     source = tmp_path / "primitives.cu"
