@@ -134,13 +134,12 @@ class Fiber {
 #endif
   }
 
-  // Does something as the fiber, to ThreadSanitizer, from elsewhere.
-  template <typename Action>
-  void impersonate([[maybe_unused]] Action action) {
+  // What the fiber did so far comes before whoever acquires the object.
+  void release([[maybe_unused]] void* object) {
 #if defined(SIMT_TSAN)
     void* self = __tsan_get_current_fiber();
     __tsan_switch_to_fiber(tsan_fiber_, kUnordered);
-    action();
+    simt::release(object);
     __tsan_switch_to_fiber(self, kUnordered);
 #endif
   }

@@ -54,6 +54,15 @@ struct Thread {
   int warp() const { return number / kWarpSize; }
 };
 
+// What is released and acquired at a barrier. Two objects take turns: whoever is at the next barrier already must not
+// order those who have yet to leave this one.
+struct Barrier {
+  char objects[2];
+  size_t times_passed;
+
+  char* object() { return &objects[times_passed % 2]; }
+};
+
 std::string place(Location where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()) + ": "; }
 
 bool same_place(Location a, Location b) {
@@ -159,7 +168,7 @@ class Machine {
   [[noreturn]] void fault(const std::string& what, Location where);
   void barrier(Location where);
   void collective(const char* operation, void* operands, Resolve resolve, Location where);
-  void order_warp();
+  void warp_barrier(Location where);
   void* shared_variable(const void* key, size_t bytes, size_t alignment);
   void* dynamic_shared() { return shared_.variable(&dynamic_bytes_, dynamic_bytes_, kDynamicAlignment); }
   Thread& running() { return *running_; }
@@ -177,7 +186,6 @@ class Machine {
   void open_barrier();
   void check_lane(const Thread& lane, const char* operation, Location where);
   Thread* lanes_of_running() { return &threads_[running_->warp() * kWarpSize]; }
-  void order(Thread* first, size_t count, void* object);
   void exit_thread();
   [[noreturn]] void fail_hanging();
   void abandon();
@@ -203,7 +211,7 @@ class Machine {
   // What orders threads, to ThreadSanitizer: launch and end of a kernel, barriers of the block and of each warp.
   char launch_, end_;
   struct Barriers {
-    char block, warp[kMaxWarps];
+    Barrier block, warp[kMaxWarps];
   };
   Barriers* barriers_ = static_cast<Barriers*>(map_memory(nullptr, sizeof(Barriers)));
 };
@@ -332,9 +340,7 @@ void Machine::fail_hanging() {
 
 // Leaves the threads where they are: their stacks, and what the sanitizers know of them, are of no more use.
 void Machine::abandon() {
-  for (Thread& thread : threads_) {
-    thread.fiber->impersonate([&] { release(&end_); });
-  }
+  for (Thread& thread : threads_) thread.fiber->release(&end_);
   acquire(&end_);
   fibers_.clear();
 }
@@ -342,10 +348,13 @@ void Machine::abandon() {
 // ---- barriers and collectives ---------------------------------------------------------------------------------------
 
 void Machine::barrier(Location where) {
+  char* object = barriers_->block.object();
+  release(object);
   running_->state = State::kAtBarrier;
   running_->where = where;
   if (++at_barrier_ == alive_) open_barrier();
   running_->fiber->suspend();
+  acquire(object);
 }
 
 void Machine::open_barrier() {
@@ -360,17 +369,19 @@ void Machine::open_barrier() {
             first->where);
     }
   }
-  order(threads_.data(), threads_.size(), &barriers_->block);
+  ++barriers_->block.times_passed;
   for (Thread& thread : threads_) {
     if (thread.state == State::kAtBarrier) make_ready(thread);
   }
   at_barrier_ = 0;
 }
 
-// All that these threads did comes before all that they will do.
-void Machine::order(Thread* first, size_t count, void* object) {
-  for (size_t i = 0; i < count; ++i) first[i].fiber->impersonate([&] { release(object); });
-  for (size_t i = 0; i < count; ++i) first[i].fiber->impersonate([&] { acquire(object); });
+void Machine::warp_barrier(Location where) {
+  Barrier& barrier = barriers_->warp[running_->warp()];
+  char* object = barrier.object();
+  release(object);
+  collective("sync_warp", &barrier, [](void* const* lanes) { ++static_cast<Barrier*>(lanes[0])->times_passed; }, where);
+  acquire(object);
 }
 
 void Machine::collective(const char* operation, void* operands, Resolve resolve, Location where) {
@@ -409,8 +420,6 @@ void Machine::check_lane(const Thread& lane, const char* operation, Location whe
         where);
 }
 
-void Machine::order_warp() { order(lanes_of_running(), kWarpSize, &barriers_->warp[running_->warp()]); }
-
 void* Machine::shared_variable(const void* key, size_t bytes, size_t alignment) {
   void* data = shared_.variable(key, bytes, alignment);
   if (!data) fault("the block's shared memory is full", Location::current());
@@ -445,10 +454,7 @@ void check_alignment(const void* data, size_t alignment, Location caller) {
 
 void barrier(Location caller) { machine().barrier(caller); }
 
-void warp_barrier(Location caller) {
-  int nothing;
-  collective("sync_warp", &nothing, [](void* const*) { machine().order_warp(); }, caller);
-}
+void warp_barrier(Location caller) { machine().warp_barrier(caller); }
 
 void* shared_variable(const void* key, size_t bytes, size_t alignment) {
   return machine().shared_variable(key, bytes, alignment);
