@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,6 +27,19 @@ def test_matches_the_oracle(case: Case, floating_dtype: torch.dtype, device: str
 @pytest.mark.parametrize("case", [CASES[4], CASES[12]], ids=str)
 def test_matches_the_oracle_in_every_layout(case: Case, floating_dtype: torch.dtype, layout: str, device: str) -> None:
     case.check(floating_dtype, device, layout)
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_oracle_deterministically(case: Case, floating_dtype: torch.dtype, device: str) -> None:
+    case.check(floating_dtype, device)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -275,13 +289,10 @@ def test_forward_does_not_depend_on_the_rest_of_the_batch(device: str) -> None:
     assert torch.equal(whole[1:2], BITWISE.run([input[1:2], weight, offset[1:2], mask[1:2], bias]))
 
 
+@pytest.mark.usefixtures("_deterministic")
 def test_backward_is_bitwise_equal_from_run_to_run(floating_dtype: torch.dtype, device: str) -> None:
     tensors, grad_output = BITWISE.tensors(floating_dtype, device), BITWISE.grad_output(floating_dtype, device)
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = (BITWISE.gradients(tensors, grad_output) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    first, second = (BITWISE.gradients(tensors, grad_output) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -94,6 +94,18 @@ def test_layouts(device: str, layout: str):
     assert output.stride() == torch_add(x, y).stride()
 
 
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("start", [0, 1, 16])  # 16 elements are a multiple of 16 bytes, one is not
+@pytest.mark.parametrize("pitch", [48, 49])
+def test_rows_that_are_aligned_and_not(device: str, dtype: torch.dtype, start: int, pitch: int):
+    x, y = (
+        random_tensor(start + 5 * pitch, dtype=dtype, device=device, seed=seed)[start:].view(5, pitch)[:, :32]
+        for seed in (1, 2)
+    )
+    for operands in ((x, y), (x, y.contiguous()), (x.contiguous(), y)):
+        torch.testing.assert_close(my_add(*operands), reference(x, y))
+
+
 def test_channels_last_with_broadcast_bias(device: str):
     x = with_layout(random_tensor(2, 8, 5, 5, device=device), "channels_last")
     output = my_add(x, random_tensor(8, 1, 1, device=device))

@@ -45,8 +45,10 @@ def main() -> None:
     for name, environment in runs.items():
         print(f"emulated GPU: {name}", flush=True)
         start = time.monotonic()
+        # What compares bits of large sums tells the sanitizers nothing that smaller ones do not.
+        selected = "emulated" if name in ORDERS else "emulated and not bitwise"
         # Sanitizers write to the process's own standard error.
-        command = [sys.executable, "-m", "pytest", "-q", "-n", JOBS, "--capture=sys", "-k", "emulated", "tests"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", JOBS, "--capture=sys", "-k", selected, "tests"]
         if subprocess.run(command, cwd=ROOT, env=environment).returncode:
             sys.exit(f"emulated GPU: the tests failed: {name}")
         print(f"emulated GPU: {name}: {time.monotonic() - start:.0f} s", flush=True)
