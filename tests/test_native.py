@@ -338,10 +338,10 @@ def test_tap_ranges_are_the_taps_in_turn(native: ModuleType, arguments: dict[str
 @many_examples
 @any_layout
 def test_columns_of_a_unit_are_bounded(native: ModuleType, arguments: dict[str, int]) -> None:
-    """Either about DEPTH of them, or those of a single vector of channels."""
+    """Either about DEPTH of them, or those of a single block of MIN_BLOCK channels."""
     layout = native.Layout(*arguments.values())
     columns = layout.blocks_per_unit * layout.block_channels * layout.range_taps
-    assert columns <= max(native.DEPTH, arguments["vector_size"] * layout.range_taps)
+    assert columns <= max(native.DEPTH, native.MIN_BLOCK * layout.range_taps)
 
 
 @many_examples

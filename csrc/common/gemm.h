@@ -154,12 +154,13 @@ inline TileFunction<T> tile_of_rows(int64_t rows, std::integer_sequence<int, I..
 template <typename T>
 inline void gemm_panel(GemmLeft<T> a, GemmRight<T> b, int64_t rows, int64_t depth, T* c, int64_t ldc, bool accumulate,
                        const T* ahead) {
-  constexpr int64_t kRows = GemmTile<T>::kRows;
+  constexpr int64_t kRows = GemmTile<T>::kRows, kLine = 64 / sizeof(T);
   const int64_t fetch_per_row = (depth + rows - 1) / rows;
   for (int64_t done = 0; done < rows;) {
     const int64_t left = rows - done;
     const int64_t strip = left >= 2 * kRows ? kRows : left > kRows ? (left + 1) / 2 : left;
-    for (int64_t i = 0; i < fetch_per_row * strip; ++i, ahead += b.step) __builtin_prefetch(ahead, 0, 2);
+    for (int64_t i = 0; i < fetch_per_row * strip; ++i, ahead += b.step)
+      for (int64_t line = 0; line < GemmTile<T>::kCols; line += kLine) __builtin_prefetch(ahead + line, 0, 2);
     detail::tile_of_rows<T>(strip, std::make_integer_sequence<int, kRows>())(a, b, depth, c, ldc, accumulate);
     a.data += strip * a.row;
     c += strip * ldc;

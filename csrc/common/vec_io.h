@@ -14,6 +14,24 @@ namespace myvision::CPU_CAPABILITY {
 template <typename T>
 using Vec = at::vec::Vectorized<T>;
 
+#if defined(CPU_CAPABILITY_AVX512)
+// Half of a vector of floats, for rows of up to 8 numbers: whole vectors would reach into the next rows, and a load
+// that spans two recent stores waits for both.
+struct HalfVec {
+  __m256 lanes;
+  HalfVec(__m256 v) : lanes(v) {}
+  explicit HalfVec(float value) : lanes(_mm256_set1_ps(value)) {}
+  static constexpr int size() { return 8; }
+  static HalfVec loadu(const float* from) { return _mm256_loadu_ps(from); }
+  void store(float* to) const { _mm256_storeu_ps(to, lanes); }
+  void store(float* to, int n) const { _mm256_mask_storeu_ps(to, (1 << n) - 1, lanes); }
+  friend HalfVec operator+(HalfVec a, HalfVec b) { return _mm256_add_ps(a.lanes, b.lanes); }
+  friend HalfVec operator*(HalfVec a, HalfVec b) { return _mm256_mul_ps(a.lanes, b.lanes); }
+  friend HalfVec operator&(HalfVec a, HalfVec b) { return _mm256_and_ps(a.lanes, b.lanes); }
+  friend HalfVec fmadd(HalfVec a, HalfVec b, HalfVec c) { return _mm256_fmadd_ps(a.lanes, b.lanes, c.lanes); }
+};
+#endif
+
 // The type computed in: half types in float.
 template <typename In>
 using Compute = std::conditional_t<std::is_same_v<In, double>, double, float>;

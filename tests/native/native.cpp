@@ -140,6 +140,7 @@ Tiling make_tiling(int64_t out_height, int64_t out_width, int64_t most_pixels) {
 
 void bind_layout(py::module_ module) {
   module.attr("DEPTH") = kDepth;
+  module.attr("MIN_BLOCK") = kMinBlock;
   module.attr("MAX_TAPS") = kMaxTaps;
   module.attr("TILE_PIXELS") = kTilePixels;
   module.attr("TILE_WIDTH") = kTileWidth;

@@ -12,6 +12,7 @@
 // Per output pixel forward does 2 K C T operations in the product (K output channels, C input channels a group, T taps)
 // and 8 C T in the sampling; the product is the limit unless K is small. No buffer grows with the batch.
 #include <cstring>
+#include <optional>
 
 #include "common/gemm.h"
 #include "common/parallel.h"
@@ -31,23 +32,6 @@ constexpr int64_t kSerialOperations = int64_t(1) << 18;  // fewer are not worth 
 // Row pitch for a matrix of `columns`: an odd number of cache lines, so that rows do not compete for cache sets.
 int64_t padded_row(int64_t columns) {
   return round_up(columns, 16) / 16 % 2 ? round_up(columns, 16) : round_up(columns, 16) + 16;
-}
-
-// Calls f with the number of vectors as a constant where it is 1 ... 4, else with 0: any number.
-template <typename F>
-void with_vectors(int64_t vectors, const F& f) {
-  switch (vectors) {
-    case 1:
-      return f(std::integral_constant<int, 1>());
-    case 2:
-      return f(std::integral_constant<int, 2>());
-    case 3:
-      return f(std::integral_constant<int, 3>());
-    case 4:
-      return f(std::integral_constant<int, 4>());
-    default:
-      return f(std::integral_constant<int, 0>());
-  }
 }
 
 // What forward and backward share. In is the type in memory, T the one computed in.
@@ -119,48 +103,65 @@ struct Common {
     return packed + unit.index * weight_unit + range * weight_range;
   }
 
-  // Is every output channel's weight one run of memory?
-  bool contiguous(const Strided4& weight) const {
-    return (p.kernel_w == 1 || weight.stride[3] == 1) && (p.kernel_h == 1 || weight.stride[2] == p.kernel_w) &&
-           (l.group_channels == 1 || weight.stride[1] == l.taps);
+  // Strides of a weight's columns. Packing takes them in the order of memory: [channel][tap], or [tap][channel] as in
+  // channels_last.
+  struct ColumnOrder {
+    int64_t channel, tap;
+    bool by_tap() const { return tap != 1; }
+  };
+  ColumnOrder contiguous_order() const { return {l.taps, 1}; }
+  // Of a weight that can be packed as it is.
+  std::optional<ColumnOrder> column_order(const Strided4& weight) const {
+    const int64_t channel = weight.stride[1], tap = p.kernel_w > 1 ? weight.stride[3] : weight.stride[2];
+    if (p.kernel_h > 1 && p.kernel_w > 1 && weight.stride[2] != p.kernel_w * tap) return std::nullopt;
+    if ((l.taps == 1 || tap == 1) && (l.group_channels == 1 || channel == l.taps)) return contiguous_order();
+    if (l.taps > 1 && tap != 1 && channel == 1) return ColumnOrder{channel, tap};
+    return std::nullopt;
   }
-  // From a weight of any strides to a contiguous one.
-  void copy_weight(const Strided4& weight, T* to) const {
+  // Between a weight of any strides and a contiguous one.
+  template <bool PACK>
+  void copy_weight(const Strided4& weight, T* contiguous) const {
     parallel_tasks(workers, p.out_channels, [&](int64_t k, int64_t) {
-      T* row = to + k * l.group_channels * l.taps;
-      for (int64_t y = 0; y < p.kernel_h; ++y, row += p.kernel_w)
-        if (weight.stride[1] == 1)
-          transpose<T>(at(weight, k, 0, y), weight.stride[3], p.kernel_w, l.group_channels, row, l.taps);
-        else
-          for (int64_t c = 0; c < l.group_channels; ++c)
-            copy_row<T>(at(weight, k, c, y), weight.stride[3], p.kernel_w, row + c * l.taps, 1);
+      T* copy = contiguous + k * l.group_channels * l.taps;
+      for (int64_t c = 0; c < l.group_channels; ++c)
+        for (int64_t y = 0; y < p.kernel_h; ++y, copy += p.kernel_w) {
+          In* row = out(weight, k, c, y);
+          if constexpr (PACK)
+            copy_row<T>(row, weight.stride[3], p.kernel_w, copy, 1);
+          else
+            copy_row<T>(copy, 1, p.kernel_w, row, weight.stride[3]);
+        }
     });
   }
 
-  // Packs a unit's weight (PACK), or unpacks its gradient. `weight` is contiguous, rows `outputs_row` apart.
+  // Packs a unit's weight (PACK), or unpacks its gradient; output channels are outputs_row apart.
   template <bool PACK, typename W>
-  void convert_weight(const Unit& unit, W* weight, int64_t outputs_row, T* packed) const {
+  void convert_weight(const Unit& unit, W* weight, int64_t outputs_row, const ColumnOrder& order, T* packed) const {
     const Workspace places(l.block_channels * l.taps * sizeof(T*));
     for (int64_t b = unit.first_block; b < unit.last_block; ++b) {
       const Block block(l, b);
-      find_places(unit, block, packed, places.as<T*>());
-      W* rows = weight + unit.group * group_outputs * outputs_row + block.channel % l.group_channels * l.taps;
+      find_places(unit, block, order, packed, places.as<T*>());
+      W* rows = weight + unit.group * group_outputs * outputs_row + block.channel % l.group_channels * order.channel;
+      const int64_t runs = order.by_tap() ? l.taps : 1, run = block.channels * l.taps / runs;  // of memory
       for (int64_t k = 0; k < panels * kPanel; k += kVector) {
         const int64_t shift = k / kPanel * unit_columns * kPanel + k % kPanel;
         const int64_t outputs = std::clamp(group_outputs - k, int64_t(0), kVector);
-        for (int64_t j = 0; j < block.channels * l.taps; j += kVector)
-          convert_square<PACK>(rows + k * outputs_row + j, outputs_row, outputs,
-                               std::min(kVector, block.channels * l.taps - j), places.as<T*>() + j, shift);
+        for (int64_t r = 0; r < runs; ++r)
+          for (int64_t j = 0; j < run; j += kVector)
+            convert_square<PACK>(rows + k * outputs_row + r * order.tap + j, outputs_row, outputs,
+                                 std::min(kVector, run - j), places.as<T*>() + r * run + j, shift);
       }
     }
   }
-  // Where the columns of a block, [channel][tap] in the weight, stand in the packed one: [tap][channel] in each range.
-  void find_places(const Unit& unit, const Block& block, T* packed, T** places) const {
+  // Where the columns of a block, in the order of memory, stand in the packed weight: [tap][channel] in each range.
+  void find_places(const Unit& unit, const Block& block, const ColumnOrder& order, T* packed, T** places) const {
+    const ColumnOrder at = order.by_tap() ? ColumnOrder{1, block.channels} : contiguous_order();
     for (int64_t range = 0; range < l.ranges; ++range) {
       const TapRange taps(l, range);
       T* place = packed_range(packed, unit, range) + (block.channel - unit.channel) * taps.count * kPanel;
       for (int64_t t = 0; t < taps.count; ++t)
-        for (int64_t c = 0; c < block.channels; ++c, place += kPanel) places[c * l.taps + taps.first + t] = place;
+        for (int64_t c = 0; c < block.channels; ++c, place += kPanel)
+          places[c * at.channel + (taps.first + t) * at.tap] = place;
     }
   }
   // kVector output channels, of which m exist, by n columns.
@@ -184,14 +185,17 @@ struct Common {
     }
   }
 
-  // Runs f(weight, row) with the weight, contiguous.
-  template <typename F>
-  void with_contiguous_weight(const F& f) const {
+  // Packs every unit's weight.
+  void pack_weight(T* packed) const {
+    const auto pack = [&](const auto* weight, int64_t row, const ColumnOrder& order) {
+      parallel_tasks(workers, l.units,
+                     [&](int64_t unit, int64_t) { convert_weight<true>(Unit(l, unit), weight, row, order, packed); });
+    };
+    if (const auto order = column_order(p.weight)) return pack(at(p.weight, 0), p.weight.stride[0], *order);
     const int64_t row = l.group_channels * l.taps;
-    if (contiguous(p.weight)) return f(at(p.weight, 0), p.weight.stride[0]);
     const Workspace copy(p.out_channels * row * sizeof(T));
-    copy_weight(p.weight, copy.as<T>());
-    f(static_cast<const T*>(copy.as<T>()), row);
+    copy_weight<true>(p.weight, copy.as<T>());
+    pack(static_cast<const T*>(copy.as<T>()), row, contiguous_order());
   }
 
   // ---- sampling
@@ -201,9 +205,10 @@ struct Common {
   }
   void sample_block(const T* plan, const T* slice, const Unit& unit, const Block& block, const Tile& tile,
                     const TapRange& taps, T* columns) const {
-    with_vectors(ceil_div(block.channels, kVector), [&](auto vectors) {
-      sample<vectors.value>(plan, slice, l.block_channels, l.pitch, tile, taps.count, block.channels,
-                            columns + (block.channel - unit.channel) * taps.count, columns_row);
+    with_vectors<T>(block.channels, [&](auto vector, auto vectors) {
+      sample<typename decltype(vector)::type, vectors.value>(
+          plan, slice, l.block_channels, l.pitch, tile, taps.count, block.channels,
+          columns + (block.channel - unit.channel) * taps.count, columns_row);
     });
   }
 };
@@ -233,11 +238,7 @@ struct Forward : Common<In, T> {
 
   void run() {
     load_bias();
-    Base::with_contiguous_weight([&](const auto* weight, int64_t row) {
-      parallel_tasks(workers, l.units, [&](int64_t unit, int64_t) {
-        Base::template convert_weight<true>(Unit(l, unit), weight, row, packed);
-      });
-    });
+    Base::pack_weight(packed);
     const int64_t blocks = l.blocks(p);
     for (int64_t first = 0; first < p.batch; first += images) {
       const int64_t count = std::min(images, p.batch - first);
@@ -349,7 +350,7 @@ struct Backward : Common<In, T> {
       : Base(params, Base::worthwhile_threads(params)), grad(gradients) {}
 
   void run() {
-    if (want_columns) pack_weight();
+    if (want_columns) pack_transposed_weight();
     if (grad.weight.data) clear(weight_sums, image_shares * weight_size);
     std::fill_n(bias_total, p.out_channels, T(0));
     for (int64_t first = 0; first < p.batch; first += images) {
@@ -395,16 +396,14 @@ struct Backward : Common<In, T> {
   T* packed_columns(const Unit& unit, int64_t range) const {
     return packed + (unit.index * l.ranges + range) * packed_size;
   }
-  void pack_weight() const {
+  void pack_transposed_weight() const {
     const Workspace by_outputs(l.units * Base::weight_unit * sizeof(T));
-    Base::with_contiguous_weight([&](const auto* weight, int64_t row) {
-      parallel_tasks(workers, l.units, [&](int64_t u, int64_t) {
-        const Unit unit(l, u);
-        Base::template convert_weight<true>(unit, weight, row, by_outputs.template as<T>());
-        for (int64_t range = 0; range < l.ranges; ++range)
-          turn_panels(Base::packed_range(by_outputs.template as<T>(), unit, range),
-                      unit.channels * TapRange(l, range).count, packed_columns(unit, range));
-      });
+    Base::pack_weight(by_outputs.template as<T>());
+    parallel_tasks(workers, l.units * l.ranges, [&](int64_t i, int64_t) {
+      const Unit unit(l, i / l.ranges);
+      const int64_t range = i % l.ranges;
+      turn_panels(Base::packed_range(by_outputs.template as<T>(), unit, range),
+                  unit.channels * TapRange(l, range).count, packed_columns(unit, range));
     });
   }
   void turn_panels(const T* by_outputs, int64_t columns, T* to) const {
@@ -467,20 +466,20 @@ struct Backward : Common<In, T> {
 
   void sample_block_backward(T* plan, const T* slice, T* grad_slice, const Unit& unit, const Block& block,
                              const Tile& tile, const TapRange& taps, T* columns) const {
-    const auto go = [&](auto vectors, auto input, auto weight) {
-      sample_backward<vectors.value, input.value, weight.value>(
+    const auto go = [&](auto vector, auto vectors, auto input, auto weight) {
+      sample_backward<typename decltype(vector)::type, vectors.value, input.value, weight.value>(
           plan, slice, grad_slice, l.block_channels, l.pitch, tile, taps.count, block.channels,
           columns + (block.channel - unit.channel) * taps.count, Base::columns_row);
     };
-    with_vectors(ceil_div(block.channels, kVector), [&](auto vectors) {
+    with_vectors<T>(block.channels, [&](auto vector, auto vectors) {
       if (grad.input.data && grad.weight.data)
-        go(vectors, std::true_type(), std::true_type());
+        go(vector, vectors, std::true_type(), std::true_type());
       else if (grad.input.data)
-        go(vectors, std::true_type(), std::false_type());
+        go(vector, vectors, std::true_type(), std::false_type());
       else if (grad.weight.data)
-        go(vectors, std::false_type(), std::true_type());
+        go(vector, vectors, std::false_type(), std::true_type());
       else
-        go(vectors, std::false_type(), std::false_type());
+        go(vector, vectors, std::false_type(), std::false_type());
     });
   }
 
@@ -530,21 +529,17 @@ struct Backward : Common<In, T> {
     T* sums = weight_sums;
     parallel_for(0, weight_size, 1 << 14,
                  [&](int64_t first, int64_t last) { add_shares(sums, image_shares, weight_size, first, last); });
+    if (const auto order = Base::column_order(grad.weight))
+      return unpack_weight(Base::out(grad.weight, 0), grad.weight.stride[0], *order);
     const int64_t row = l.group_channels * l.taps;
-    if (Base::contiguous(grad.weight)) return unpack_weight(Base::out(grad.weight, 0), grad.weight.stride[0]);
     const Workspace contiguous(p.out_channels * row * sizeof(T));
-    unpack_weight(contiguous.template as<T>(), row);
-    parallel_tasks(workers, p.out_channels, [&](int64_t k, int64_t) {
-      for (int64_t c = 0; c < l.group_channels; ++c)
-        for (int64_t y = 0; y < p.kernel_h; ++y)
-          copy_row<T>(contiguous.template as<T>() + k * row + c * l.taps + y * p.kernel_w, 1, p.kernel_w,
-                      Base::out(grad.weight, k, c, y), grad.weight.stride[3]);
-    });
+    unpack_weight(contiguous.template as<T>(), row, Base::contiguous_order());
+    Base::template copy_weight<false>(grad.weight, contiguous.template as<T>());
   }
   template <typename W>
-  void unpack_weight(W* weight, int64_t row) const {
+  void unpack_weight(W* weight, int64_t row, const typename Base::ColumnOrder& order) const {
     parallel_tasks(workers, l.units, [&](int64_t unit, int64_t) {
-      Base::template convert_weight<false>(Unit(l, unit), weight, row, weight_sums);
+      Base::template convert_weight<false>(Unit(l, unit), weight, row, order, weight_sums);
     });
   }
 };

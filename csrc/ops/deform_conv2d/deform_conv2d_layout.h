@@ -14,8 +14,9 @@ inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 constexpr int64_t kTilePixels = 128;  // most output pixels of a tile
 constexpr int64_t kTileWidth = 32;    // and its greatest width
-constexpr int64_t kDepth = 384;   // about this many columns (taps x channels) are sampled before they are multiplied
-constexpr int64_t kMaxTaps = 32;  // kernels with more taps are sampled in ranges
+constexpr int64_t kDepth = 288;    // about this many columns (taps x channels) are sampled before they are multiplied
+constexpr int64_t kMinBlock = 32;  // but no fewer channels at once: every block reads the whole plan again
+constexpr int64_t kMaxTaps = 32;   // kernels with more taps are sampled in ranges
 
 // A block is a run of channels of one weight group and one offset group: its sampled pixels share one plan.
 // A unit is a run of blocks of one weight group whose columns are multiplied together.
@@ -40,7 +41,7 @@ struct Layout {
         plane((p.height + 3) * pitch),
         outside((p.height + 1) * pitch) {
     range_taps = ceil_div(taps, ranges);
-    const int64_t most = std::max(kDepth / range_taps / vector_size, int64_t(1)) * vector_size;
+    const int64_t most = std::max(kDepth / range_taps / vector_size * vector_size, kMinBlock);
     const int64_t segments = p.in_channels / segment;
     const int64_t cuts = round_up(segments * ceil_div(segment, most), threads) / segments;
     const int64_t even = round_up(ceil_div(segment, std::max(cuts, int64_t(1))), int64_t(8));

@@ -57,8 +57,9 @@ void plan_samples(const AxisSamples<T>& y, const AxisSamples<T>& x, const Vec<T>
   fx.store(plan + kFractionX * kPlanRow);
 }
 
+// Inlined by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
 template <typename In>
-inline void fetch_row(const In* row, int64_t stride, int64_t n) {
+[[gnu::always_inline]] inline void fetch_row(const In* row, int64_t stride, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(In);
   if (stride != 1) return;
   for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i);
@@ -107,11 +108,34 @@ inline void for_each_sample(const Tile& tile, int64_t taps, const Body& body) {
       for (int64_t t = 0; t < taps; ++t) body(y * tile.width + x, x * tile.height + y, t);
 }
 
+// Calls f with the type of the vectors that samples of so many channels are taken in (a std::type_identity), and with
+// their number as a constant where it is 1 ... 4, else with 0: any number.
+template <typename T, typename F>
+inline void with_vectors(int64_t channels, const F& f) {
+  constexpr std::type_identity<Vec<T>> vector;
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float>)
+    if (channels <= HalfVec::size()) return f(std::type_identity<HalfVec>(), std::integral_constant<int, 1>());
+#endif
+  switch (ceil_div(channels, Vec<T>::size())) {
+    case 1:
+      return f(vector, std::integral_constant<int, 1>());
+    case 2:
+      return f(vector, std::integral_constant<int, 2>());
+    case 3:
+      return f(vector, std::integral_constant<int, 3>());
+    case 4:
+      return f(vector, std::integral_constant<int, 4>());
+    default:
+      return f(vector, std::integral_constant<int, 0>());
+  }
+}
+
 // The four corners of a sample in a padded slice, and their weights.
-template <typename T>
+template <typename V, typename T>
 struct Corners {
   int64_t at, right, below;  // elements
-  Vec<T> w00, w01, w10, w11;
+  V w00, w01, w10, w11;
   Corners(const T* plan, int64_t pixel_channels, int64_t pitch)
       : at(std::bit_cast<PixelIndex<T>>(plan[kFirst * kPlanRow]) * pixel_channels),
         right(pixel_channels),
@@ -125,92 +149,96 @@ struct Corners {
 // The columns of a block: columns[q * row + t * channels + c]. The last vector of a sample may reach past `channels`,
 // into the place of the next sample, which is written later: rows must come in order, with a vector to spare at their
 // end.
-template <int VECTORS, typename T>
+template <typename V, int VECTORS, typename T>
 void sample(const T* plan, const T* slice, int64_t pixel_channels, int64_t pitch, const Tile& tile, int64_t taps,
             int64_t channels, T* columns, int64_t row) {
-  const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, Vec<T>::size());
+  const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, V::size());
   for_each_sample(tile, taps, [&](int64_t at, int64_t q, int64_t t) {
-    const Corners<T> corner(plan + t * kPlanTap + at, pixel_channels, pitch);
+    const Corners<V, T> corner(plan + t * kPlanTap + at, pixel_channels, pitch);
     const T *top = slice + corner.at, *low = top + corner.below;
     T* out = columns + q * row + t * channels;
 #pragma GCC unroll 4
     for (int64_t v = 0; v < vectors; ++v) {
-      const int64_t c = v * Vec<T>::size();
-      Vec<T> sum = corner.w00 * Vec<T>::loadu(top + c);
-      sum = at::vec::fmadd(corner.w01, Vec<T>::loadu(top + corner.right + c), sum);
-      sum = at::vec::fmadd(corner.w10, Vec<T>::loadu(low + c), sum);
-      sum = at::vec::fmadd(corner.w11, Vec<T>::loadu(low + corner.right + c), sum);
+      const int64_t c = v * V::size();
+      V sum = corner.w00 * V::loadu(top + c);
+      sum = fmadd(corner.w01, V::loadu(top + corner.right + c), sum);
+      sum = fmadd(corner.w10, V::loadu(low + c), sum);
+      sum = fmadd(corner.w11, V::loadu(low + corner.right + c), sum);
       sum.store(out + c);
     }
   });
 }
 
 // sums[i] = the sum of the lanes of v[i]
-template <typename T>
-inline void lane_sums(const Vec<T> (&v)[4], T* sums) {
-#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
-  if constexpr (std::is_same_v<T, float>) {
-    __m256 half[4];
-    for (int i = 0; i < 4; ++i) {
-#if defined(CPU_CAPABILITY_AVX512)
-      half[i] = _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
-#else
-      half[i] = v[i];
-#endif
-    }
-    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
-    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-    return;
-  }
-#endif
+template <typename V, typename T>
+inline void lane_sums(const V (&v)[4], T* sums) {
   for (int i = 0; i < 4; ++i) {
-    T lanes[Vec<T>::size()];
+    T lanes[V::size()];
     v[i].store(lanes);
     sums[i] = T(0);
-    for (int j = 0; j < Vec<T>::size(); ++j) sums[i] += lanes[j];
+    for (const T lane : lanes) sums[i] += lane;
   }
 }
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+inline void lane_sums_of_8(const __m256 (&v)[4], float* sums) {
+  const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+#if defined(CPU_CAPABILITY_AVX512)
+inline void lane_sums(const HalfVec (&v)[4], float* sums) {
+  lane_sums_of_8({v[0].lanes, v[1].lanes, v[2].lanes, v[3].lanes}, sums);
+}
+inline void lane_sums(const Vec<float> (&v)[4], float* sums) {
+  const auto halves = [&](int i) {
+    return _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+  };
+  lane_sums_of_8({halves(0), halves(1), halves(2), halves(3)}, sums);
+}
+#else
+inline void lane_sums(const Vec<float> (&v)[4], float* sums) { lane_sums_of_8({v[0], v[1], v[2], v[3]}, sums); }
+#endif
+#endif
 
 // All bits set in the lanes of the last vector of `channels`, none in those past it.
-template <typename T>
-inline Vec<T> last_lanes(int64_t channels) {
-  T bits[Vec<T>::size()];
+template <typename V, typename T>
+inline V last_lanes(int64_t channels) {
+  T bits[V::size()];
   std::memset(bits, 0, sizeof(bits));
-  std::memset(bits, 0xff, ((channels - 1) % Vec<T>::size() + 1) * sizeof(T));
-  return Vec<T>::loadu(bits);
+  std::memset(bits, 0xff, ((channels - 1) % V::size() + 1) * sizeof(T));
+  return V::loadu(bits);
 }
 
 // The derivative of sample(). `columns` holds the gradient of the columns. It is scattered into the padded slice
 // grad_slice (where INPUT), its dot products with the corners take the place of their weights in the plan, and the
 // columns themselves, which the gradient of the weight wants, take its own place (where WEIGHT).
-template <int VECTORS, bool INPUT, bool WEIGHT, typename T>
+template <typename V, int VECTORS, bool INPUT, bool WEIGHT, typename T>
 void sample_backward(T* plan, const T* slice, T* grad_slice, int64_t pixel_channels, int64_t pitch, const Tile& tile,
                      int64_t taps, int64_t channels, T* columns, int64_t row) {
-  const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, Vec<T>::size());
-  const bool ragged = channels % Vec<T>::size() != 0;
-  const Vec<T> lanes = last_lanes<T>(channels);
+  const int64_t vectors = VECTORS ? VECTORS : ceil_div(channels, V::size());
+  const bool ragged = channels % V::size() != 0;
+  const V lanes = last_lanes<V, T>(channels);
   for_each_sample(tile, taps, [&](int64_t at, int64_t q, int64_t t) {
     T* const place = plan + t * kPlanTap + at;
-    const Corners<T> corner(place, pixel_channels, pitch);
+    const Corners<V, T> corner(place, pixel_channels, pitch);
     T* const out = columns + q * row + t * channels;
-    Vec<T> dot[4] = {Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0))};
+    V dot[4] = {V(T(0)), V(T(0)), V(T(0)), V(T(0))};
     const auto step = [&](int64_t c, const auto& keep) {
       const T *top = slice + corner.at + c, *low = top + corner.below;
-      const Vec<T> g = keep(Vec<T>::loadu(out + c));
-      const Vec<T> x00 = keep(Vec<T>::loadu(top)), x01 = keep(Vec<T>::loadu(top + corner.right));
-      const Vec<T> x10 = keep(Vec<T>::loadu(low)), x11 = keep(Vec<T>::loadu(low + corner.right));
-      dot[0] = at::vec::fmadd(g, x00, dot[0]);
-      dot[1] = at::vec::fmadd(g, x01, dot[1]);
-      dot[2] = at::vec::fmadd(g, x10, dot[2]);
-      dot[3] = at::vec::fmadd(g, x11, dot[3]);
+      const V g = keep(V::loadu(out + c));
+      const V x00 = keep(V::loadu(top)), x01 = keep(V::loadu(top + corner.right));
+      const V x10 = keep(V::loadu(low)), x11 = keep(V::loadu(low + corner.right));
+      dot[0] = fmadd(g, x00, dot[0]);
+      dot[1] = fmadd(g, x01, dot[1]);
+      dot[2] = fmadd(g, x10, dot[2]);
+      dot[3] = fmadd(g, x11, dot[3]);
       if constexpr (WEIGHT) {
-        Vec<T> sum = at::vec::fmadd(corner.w01, x01, corner.w00 * x00);
-        sum = at::vec::fmadd(corner.w11, x11, at::vec::fmadd(corner.w10, x10, sum));
-        sum.store(out + c, static_cast<int>(std::min<int64_t>(channels - c, Vec<T>::size())));
+        V sum = fmadd(corner.w01, x01, corner.w00 * x00);
+        sum = fmadd(corner.w11, x11, fmadd(corner.w10, x10, sum));
+        sum.store(out + c, static_cast<int>(std::min<int64_t>(channels - c, V::size())));
       }
       if constexpr (INPUT) {
         T *grad_top = grad_slice + corner.at + c, *grad_low = grad_top + corner.below;
-        const auto add = [&](T* to, const Vec<T>& w) { (Vec<T>::loadu(to) + keep(w * g)).store(to); };
+        const auto add = [&](T* to, const V& w) { (V::loadu(to) + keep(w * g)).store(to); };
         add(grad_top, corner.w00);
         add(grad_top + corner.right, corner.w01);
         add(grad_low, corner.w10);
@@ -219,10 +247,10 @@ void sample_backward(T* plan, const T* slice, T* grad_slice, int64_t pixel_chann
     };
     const int64_t whole = ragged ? vectors - 1 : vectors;
 #pragma GCC unroll 4
-    for (int64_t v = 0; v < whole; ++v) step(v * Vec<T>::size(), [](const Vec<T>& x) { return x; });
-    if (ragged) step(whole * Vec<T>::size(), [&](const Vec<T>& x) { return x & lanes; });
+    for (int64_t v = 0; v < whole; ++v) step(v * V::size(), [](const V& x) { return x; });
+    if (ragged) step(whole * V::size(), [&](const V& x) { return x & lanes; });
     T sums[4];
-    lane_sums<T>(dot, sums);
+    lane_sums(dot, sums);
     for (int i = 0; i < 4; ++i) place[(kCorner00 + i) * kPlanRow] = sums[i];
   });
 }
