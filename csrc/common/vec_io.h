@@ -52,9 +52,13 @@ inline Vec<T> load(const In* from) {
 template <typename T, typename In>
 inline Vec<T> load(const In* from, int64_t n) {
   if (n >= Vec<T>::size()) return load<T>(from);
-  alignas(64) In padded[Vec<T>::size()] = {};
-  std::memcpy(padded, from, n * sizeof(In));
-  return load<T>(padded);
+  if constexpr (std::is_same_v<T, In>) {
+    return Vec<T>::loadu(from, n);
+  } else {
+    alignas(64) In padded[Vec<T>::size()] = {};
+    std::memcpy(padded, from, n * sizeof(In));
+    return load<T>(padded);
+  }
 }
 
 template <typename T, typename Out>
