@@ -322,6 +322,7 @@ struct Backward : Common<In, T> {
       std::clamp(kImageBytes / int64_t(grad_image * sizeof(T)), int64_t(1), std::max(p.batch, int64_t(1)));
   const int64_t unit_shares = std::min(workers, l.units);
   const int64_t image_shares = std::clamp(workers / unit_shares, int64_t(1), images);
+  const int64_t offset_shares = shares_meet_in_an_offset_group() ? unit_shares : 1;
 
   const int64_t packed_size = round_up(Base::unit_columns, kPanel) * Base::group_outputs;  // of a unit and range
   const int64_t unit_slices = l.blocks_per_unit * l.slice() + kVector;
@@ -331,11 +332,11 @@ struct Backward : Common<In, T> {
 
   const int64_t gradients_size = images * grad_image;  // [image][tile][pixel][channel]
   const int64_t all_packed = want_columns ? l.units * l.ranges * packed_size : 0;
-  const int64_t offsets_size = want_offsets ? images * offsets_image : 0;          // of each share of the units
+  const int64_t offsets_size = want_offsets ? images * offsets_image : 0;          // of each of the offset_shares
   const int64_t weight_size = grad.weight.data ? l.units * Base::weight_unit : 0;  // of each share of the images
   const int64_t bias_size = images * tiling.count * p.out_channels;                // of the tiles
   const Workspace memory{
-      int64_t((gradients_size + all_packed + unit_shares * offsets_size + image_shares * weight_size + bias_size +
+      int64_t((gradients_size + all_packed + offset_shares * offsets_size + image_shares * weight_size + bias_size +
                p.out_channels + unit_shares * image_shares * scratch_size) *
               sizeof(T))};
   T* const gradients = memory.template as<T>();
@@ -343,7 +344,7 @@ struct Backward : Common<In, T> {
   T* const weight_sums = packed + all_packed;
   T* const scratch = weight_sums + image_shares * weight_size;
   T* const offset_sums = scratch + unit_shares * image_shares * scratch_size;
-  T* const bias_sums = offset_sums + unit_shares * offsets_size;
+  T* const bias_sums = offset_sums + offset_shares * offsets_size;
   T* const bias_total = bias_sums + bias_size;
 
   Backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients)
@@ -357,7 +358,7 @@ struct Backward : Common<In, T> {
       const int64_t count = std::min(images, p.batch - first);
       parallel_tasks(workers, count * tiling.count, [&](int64_t i, int64_t) { load_tile(first, i); });
       if (grad.bias.data) add_bias(count * tiling.count);
-      if (want_offsets) clear(offset_sums, unit_shares * offsets_size);
+      if (want_offsets) clear(offset_sums, offset_shares * offsets_size);
       if (want_columns || grad.weight.data) run_units(first, count);
       if (want_offsets) store_offsets(first, count);
     }
@@ -416,13 +417,23 @@ struct Backward : Common<In, T> {
   }
 
   // ---- the work
+  int64_t first_unit(int64_t share) const { return share * l.units / unit_shares; }
+  // Whether some offset group has channels in two shares, which then need sums of their own.
+  bool shares_meet_in_an_offset_group() const {
+    const auto offset_group = [&](int64_t block) { return Block(l, block).offset_group; };
+    for (int64_t i = 1; i < unit_shares; ++i) {
+      const Unit before(l, first_unit(i) - 1), after(l, first_unit(i));
+      if (offset_group(before.last_block - 1) == offset_group(after.first_block)) return true;
+    }
+    return false;
+  }
   void run_units(int64_t first, int64_t count) const {
     parallel_for(0, unit_shares * image_shares, 1, [&](int64_t begin, int64_t end) {
       for (int64_t worker = begin; worker < end; ++worker) {
         const int64_t i = worker % unit_shares, j = worker / unit_shares;
-        for (int64_t u = i * l.units / unit_shares; u < (i + 1) * l.units / unit_shares; ++u)
+        for (int64_t u = first_unit(i); u < first_unit(i + 1); ++u)
           for (int64_t n = j * count / image_shares; n < (j + 1) * count / image_shares; ++n)
-            run_unit(Unit(l, u), first + n, n, offset_sums + i * offsets_size + n * offsets_image,
+            run_unit(Unit(l, u), first + n, n, offset_sums + i % offset_shares * offsets_size + n * offsets_image,
                      weight_sums + j * weight_size, scratch + worker * scratch_size);
       }
     });
@@ -512,7 +523,7 @@ struct Backward : Common<In, T> {
     parallel_tasks(workers, count * per_image, [&](int64_t i, int64_t) {
       const int64_t n = i / per_image, tap = i % per_image;
       T* sums = offset_sums + n * offsets_image + tap * 3 * out_image;
-      add_shares(sums, unit_shares, offsets_size, 0, 3 * out_image);
+      add_shares(sums, offset_shares, offsets_size, 0, 3 * out_image);
       for (int64_t y = 0; y < p.out_height; ++y) {
         const auto put = [&](const Strided4& to, int64_t channel, const T* from) {
           if (to.data)
