@@ -26,7 +26,7 @@ using at::vec::Vectorized;
 
 // 2 * x + y, as x + x + y: the same bits on every instruction set, whether or not it fuses products.
 template <typename T>
-Vectorized<T> formula(Vectorized<T> x, Vectorized<T> y) {
+inline Vectorized<T> formula(const Vectorized<T>& x, const Vectorized<T>& y) {
   if constexpr (at::vec::is_reduced_floating_point_v<T>) {
     const auto [x0, x1] = at::vec::convert_to_float<T>(x);
     const auto [y0, y1] = at::vec::convert_to_float<T>(y);
