@@ -17,11 +17,8 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 constexpr int64_t kMaxGeometry = int64_t{1} << 20;  // stride, dilation, ...: keeps every product here inside int64_t
 constexpr int64_t kMaxSide = std::numeric_limits<int32_t>::max();  // AxisSample counts pixels in 32 bits
 
-// ------------------------------------------------------------------------------------------------ messages
-template <typename... Parts>
-void check(bool holds, const Parts&... parts) {
-  MYVISION_CHECK(holds, "deform_conv2d: ", parts...);
-}
+// A macro, as the parts of a message are only made where the check fails.
+#define DEFORM_CONV2D_CHECK(holds, ...) MYVISION_CHECK(holds, "deform_conv2d: ", __VA_ARGS__)
 
 // ------------------------------------------------------------------------------------------------ checks
 // In the order in which myvision/ops/deform_conv2d.py makes them for the fake.
@@ -31,37 +28,39 @@ struct Geometry {
 };
 
 void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
-  check(tensor.dim() == rank, name, " must have ", rank, " dimensions (", layout, "), but has shape ",
-        shape_name(tensor.sizes()));
+  DEFORM_CONV2D_CHECK(tensor.dim() == rank, name, " must have ", rank, " dimensions (", layout, "), but has shape ",
+                      shape_name(tensor.sizes()));
 }
 
 void check_shape(const char* name, const Tensor& tensor, IntArray wanted, const char* layout) {
   const IntArray sizes = tensor.sizes();
-  check(std::ranges::equal(sizes, wanted), name, " must have shape ", shape_name(wanted), " (", layout,
-        "), but has shape ", shape_name(sizes));
+  DEFORM_CONV2D_CHECK(std::ranges::equal(sizes, wanted), name, " must have shape ", shape_name(wanted), " (", layout,
+                      "), but has shape ", shape_name(sizes));
 }
 
 void check_like_input(const char* name, const Tensor& tensor, const Tensor& input) {
-  check(tensor.scalar_type() == input.scalar_type(), name, " must have the dtype of input, ",
-        name_of(input.scalar_type()), ", but has ", name_of(tensor.scalar_type()));
-  check(same_device(tensor, input), name, " must be on the device of input, ", device_name(input), ", but is on ",
-        device_name(tensor));
+  DEFORM_CONV2D_CHECK(tensor.scalar_type() == input.scalar_type(), name, " must have the dtype of input, ",
+                      name_of(input.scalar_type()), ", but has ", name_of(tensor.scalar_type()));
+  DEFORM_CONV2D_CHECK(same_device(tensor, input), name, " must be on the device of input, ", device_name(input),
+                      ", but is on ", device_name(tensor));
 }
 
 void check_range(const char* name, int64_t value, int64_t least, int64_t most = kMaxGeometry) {
-  check(value >= least && value <= most, name, " must be between ", least, " and ", most, ", but is ", value);
+  DEFORM_CONV2D_CHECK(value >= least && value <= most, name, " must be between ", least, " and ", most, ", but is ",
+                      value);
 }
 
 void check_pair(const char* name, IntArray pair, int64_t least) {
-  check(pair.size() == 2, name, " must have 2 elements (height, width), but has ", pair.size());
+  DEFORM_CONV2D_CHECK(pair.size() == 2, name, " must have 2 elements (height, width), but has ", pair.size());
   for (int64_t value : pair) check_range(name, value, least);
 }
 
 Dtype check_input(const Tensor& input) {
   check_rank("input", input, 4, "batch, in_channels, height, width");
   const std::optional<Dtype> dtype = to_dtype(input.scalar_type());
-  check(dtype == Dtype::Float64 || dtype == Dtype::Float32 || dtype == Dtype::Float16 || dtype == Dtype::BFloat16,
-        "input must have dtype float64, float32, float16 or bfloat16, but has ", name_of(input.scalar_type()));
+  DEFORM_CONV2D_CHECK(
+      dtype == Dtype::Float64 || dtype == Dtype::Float32 || dtype == Dtype::Float16 || dtype == Dtype::BFloat16,
+      "input must have dtype float64, float32, float16 or bfloat16, but has ", name_of(input.scalar_type()));
   return *dtype;
 }
 
@@ -84,27 +83,27 @@ void check_sizes(const DeformConv2dParams& p, int64_t share) {
   check_range("width (input.shape[3])", p.width, 1, kMaxSide);
   check_range("kernel height (weight.shape[2])", p.kernel_h, 1);
   check_range("kernel width (weight.shape[3])", p.kernel_w, 1);
-  check(p.in_channels % p.groups == 0 && p.in_channels / p.groups == share, "weight.shape[1] (", share,
-        ") times groups (", p.groups, ") must be the number of input channels, ", p.in_channels);
-  check(p.out_channels % p.groups == 0, "out_channels (weight.shape[0] = ", p.out_channels,
-        ") must be a multiple of groups (", p.groups, ")");
-  check(p.in_channels % p.offset_groups == 0, "in_channels (input.shape[1] = ", p.in_channels,
-        ") must be a multiple of offset_groups (", p.offset_groups, ")");
+  DEFORM_CONV2D_CHECK(p.in_channels % p.groups == 0 && p.in_channels / p.groups == share, "weight.shape[1] (", share,
+                      ") times groups (", p.groups, ") must be the number of input channels, ", p.in_channels);
+  DEFORM_CONV2D_CHECK(p.out_channels % p.groups == 0, "out_channels (weight.shape[0] = ", p.out_channels,
+                      ") must be a multiple of groups (", p.groups, ")");
+  DEFORM_CONV2D_CHECK(p.in_channels % p.offset_groups == 0, "in_channels (input.shape[1] = ", p.in_channels,
+                      ") must be a multiple of offset_groups (", p.offset_groups, ")");
 }
 
 #ifndef MYVISION_GPU
 // A limit of the CPU kernels, which number the pixels of a padded plane in 32 bits.
 void check_plane(const DeformConv2dParams& p) {
-  check((p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
-        " pixels; on the CPU they must have less than 2^31, a border included");
+  DEFORM_CONV2D_CHECK((p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
+                      " pixels; on the CPU they must have less than 2^31, a border included");
 }
 #endif
 
 void set_output_size(DeformConv2dParams& p) {
   const int64_t kernel_h = p.dilation_h * (p.kernel_h - 1) + 1, kernel_w = p.dilation_w * (p.kernel_w - 1) + 1;
   const int64_t height = p.height + 2 * p.padding_h, width = p.width + 2 * p.padding_w;
-  check(kernel_h <= height && kernel_w <= width, "the dilated kernel, ", kernel_h, " x ", kernel_w,
-        ", must fit into the padded input, ", height, " x ", width);
+  DEFORM_CONV2D_CHECK(kernel_h <= height && kernel_w <= width, "the dilated kernel, ", kernel_h, " x ", kernel_w,
+                      ", must fit into the padded input, ", height, " x ", width);
   p.out_height = (height - kernel_h) / p.stride_h + 1;
   p.out_width = (width - kernel_w) / p.stride_w + 1;
 }
@@ -242,8 +241,8 @@ Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input,
   check_other("grad_output", grad_output, 4, kOutputLayout, input);
   check_shape("grad_output", grad_output, {params.batch, params.out_channels, params.out_height, params.out_width},
               kOutputLayout);
-  check(output_mask.size() == 5, "output_mask must have 5 elements, but has ", output_mask.size());
-  check(mask || !output_mask[3], "output_mask asks for the gradient of mask, but mask is None");
+  DEFORM_CONV2D_CHECK(output_mask.size() == 5, "output_mask must have 5 elements, but has ", output_mask.size());
+  DEFORM_CONV2D_CHECK(mask || !output_mask[3], "output_mask asks for the gradient of mask, but mask is None");
 
   params.output = readable(grad_output);
   DeformConv2dGradients views{};
