@@ -5,9 +5,9 @@
 //   forward   per tile of output pixels, per unit of channels: sample the columns, product += columns x weight;
 //   backward  per unit, per tile: column gradient = output gradient x weight^T; scatter it, resample the columns, dot
 //             products for the offsets; weight gradient += columns^T x output gradient.
-// A unit belongs to one worker in backward, so nothing is atomic and every sum has a fixed order. Only the offset and
-// mask gradients (summed over the channels) and the weight gradient (over the images) are kept apart per worker and
-// added up.
+// A unit belongs to one worker in backward, so nothing is atomic and every sum has a fixed order. Only the weight
+// gradient (summed over the images) and, where workers share an offset group, the offset and mask gradients (over the
+// channels) are kept apart per worker and added up.
 //
 // Per output pixel forward does 2 K C T operations in the product (K output channels, C input channels a group, T taps)
 // and 8 C T in the sampling; the product is the limit unless K is small. No buffer grows with the batch.
@@ -115,7 +115,7 @@ struct Common {
     const int64_t channel = weight.stride[1], tap = p.kernel_w > 1 ? weight.stride[3] : weight.stride[2];
     if (p.kernel_h > 1 && p.kernel_w > 1 && weight.stride[2] != p.kernel_w * tap) return std::nullopt;
     if ((l.taps == 1 || tap == 1) && (l.group_channels == 1 || channel == l.taps)) return contiguous_order();
-    if (l.taps > 1 && tap != 1 && channel == 1) return ColumnOrder{channel, tap};
+    if (tap != 1 && channel == 1) return ColumnOrder{channel, tap};
     return std::nullopt;
   }
   // Between a weight of any strides and a contiguous one.
