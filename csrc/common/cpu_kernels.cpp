@@ -1,11 +1,23 @@
 #include "common/cpu_kernels.h"
 
-#define MYVISION_DECLARE_CPU_KERNELS(INSTRUCTION_SET)                                        \
-  namespace INSTRUCTION_SET {                                                                \
-  void my_add(const MyAddParams&);                                                           \
-  void deform_conv2d_forward(const DeformConv2dParams&);                                     \
-  void deform_conv2d_backward(const DeformConv2dParams&, const DeformConv2dGradients&);      \
-  constexpr CpuKernels kernels = {&my_add, &deform_conv2d_forward, &deform_conv2d_backward}; \
+#define MYVISION_DECLARE_CPU_KERNELS(INSTRUCTION_SET)                                   \
+  namespace INSTRUCTION_SET {                                                           \
+  void my_add(const MyAddParams&);                                                      \
+  void deform_conv2d_forward(const DeformConv2dParams&);                                \
+  void deform_conv2d_backward(const DeformConv2dParams&, const DeformConv2dGradients&); \
+  void batch_norm_forward(const BatchNormParams&);                                      \
+  void batch_norm_backward(const BatchNormParams&, const BatchNormGradients&);          \
+  void layer_norm_forward(const LayerNormParams&);                                      \
+  void layer_norm_backward(const LayerNormParams&, const LayerNormGradients&);          \
+  constexpr CpuKernels kernels = {                                                      \
+      .my_add = &my_add,                                                                \
+      .deform_conv2d_forward = &deform_conv2d_forward,                                  \
+      .deform_conv2d_backward = &deform_conv2d_backward,                                \
+      .batch_norm_forward = &batch_norm_forward,                                        \
+      .batch_norm_backward = &batch_norm_backward,                                      \
+      .layer_norm_forward = &layer_norm_forward,                                        \
+      .layer_norm_backward = &layer_norm_backward,                                      \
+  };                                                                                    \
   }
 
 namespace myvision {

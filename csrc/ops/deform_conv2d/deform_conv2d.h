@@ -3,14 +3,9 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/strided.h"
 
 namespace myvision {
-
-// A tensor of four dimensions, strides in elements; data is null where an optional tensor is absent.
-struct Strided4 {
-  void* data;
-  int64_t stride[4];
-};
 
 struct DeformConv2dParams {
   Dtype dtype;  // of every tensor: Float64, Float32, Float16 or BFloat16

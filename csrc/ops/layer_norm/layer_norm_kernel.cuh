@@ -1,0 +1,4 @@
+// layer_norm on the GPU.
+#pragma once
+#include "common/gpu.cuh"
+#include "ops/layer_norm/layer_norm.h"
