@@ -79,6 +79,19 @@ inline void store(const Vec<T>& value, Out* to, int64_t n = Vec<T>::size()) {
   }
 }
 
+// Two vectors side by side: half types fill one vector then, and are stored in one go.
+template <typename T, typename Out>
+inline void store_pair(const Vec<T>& first, const Vec<T>& second, Out* to) {
+  if constexpr (std::is_same_v<T, Out>) {
+    first.store(to);
+    second.store(to + Vec<T>::size());
+  } else if constexpr (std::is_same_v<Out, c10::Half>) {
+    at::vec::convert_float_half(first, second).store(to);
+  } else {
+    at::vec::convert_float_bfloat16(first, second).store(to);
+  }
+}
+
 // Transposes a square of Vec<T>::size() rows in registers.
 template <typename T>
 inline void transpose(Vec<T> (&rows)[Vec<T>::size()]) {
@@ -150,11 +163,20 @@ inline void transpose(const In* from, int64_t from_row, int64_t rows, int64_t co
     }
 }
 
+// to[i] = from[i]
+template <typename T, typename In, typename Out>
+inline void copy_line(const In* from, int64_t n, Out* to) {
+  constexpr int64_t kSize = Vec<T>::size();
+  int64_t i = 0;
+  for (; i <= n - 2 * kSize; i += 2 * kSize) store_pair(load<T>(from + i), load<T>(from + i + kSize), to + i);
+  for (; i < n; i += kSize) store(load<T>(from + i, n - i), to + i, n - i);
+}
+
 // to[i * to_stride] = from[i * from_stride]
 template <typename T, typename In, typename Out>
 inline void copy_row(const In* from, int64_t from_stride, int64_t n, Out* to, int64_t to_stride) {
   if (from_stride == 1 && to_stride == 1) {
-    for (int64_t i = 0; i < n; i += Vec<T>::size()) store(load<T>(from + i, n - i), to + i, n - i);
+    copy_line<T>(from, n, to);
   } else {
     for (int64_t i = 0; i < n; ++i) to[i * to_stride] = static_cast<Out>(static_cast<T>(from[i * from_stride]));
   }
