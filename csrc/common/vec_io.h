@@ -92,6 +92,38 @@ inline void store_pair(const Vec<T>& first, const Vec<T>& second, Out* to) {
   }
 }
 
+// The first n lanes, zeros after them.
+template <typename T>
+inline Vec<T> keep(const Vec<T>& value, int64_t n) {
+  return n >= Vec<T>::size() ? value : Vec<T>::set(Vec<T>(T(0)), value, n);
+}
+
+template <typename T>
+inline T sum_lanes(const Vec<T>& value) {
+  alignas(64) T lanes[Vec<T>::size()];
+  value.store(lanes);
+#pragma GCC unroll 4
+  for (int half = Vec<T>::size() / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// Calls f(stream, i, count) for every vector i of n numbers, in turn for STREAMS streams, which are to be independent:
+// all vectors are whole, count == Vec<T>::size(), but the last.
+template <typename T, int STREAMS, typename F>
+[[gnu::always_inline]] inline void for_each_vector(int64_t n, const F& f) {
+  constexpr int64_t kSize = Vec<T>::size();
+  int64_t i = 0;
+  for (; i + STREAMS * kSize <= n; i += STREAMS * kSize) {
+#pragma GCC unroll 8
+    for (int stream = 0; stream < STREAMS; ++stream) f(stream, i + stream * kSize, kSize);
+  }
+  for (; i + kSize <= n; i += kSize) f(0, i, kSize);
+  if (i < n) f(0, i, n - i);
+}
+
 // Transposes a square of Vec<T>::size() rows in registers.
 template <typename T>
 inline void transpose(Vec<T> (&rows)[Vec<T>::size()]) {
