@@ -138,6 +138,21 @@ inline Tensor cast(const Tensor& tensor, ScalarType type) {
   return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
 }
 
+// Whether the strides of [batch, channels, ...] in 4 or 5 dimensions say channels_last, by the rule of torch's own
+// operators: slices count, what is contiguous as well does not. myvision/_layout.py predicts the same.
+inline bool is_channels_last(const Tensor& tensor) {
+  const IntArray sizes = tensor.sizes(), strides = tensor.strides();
+  const int dims = static_cast<int>(sizes.size());
+  if ((dims != 4 && dims != 5) || strides[1] == 0) return false;
+  int64_t least = 0;  // stride of the next dimension outwards
+  for (int i = 0; i < dims; ++i) {
+    const int dim = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;  // channels, the image from its last dimension on, batch
+    if (sizes[dim] == 0 || strides[dim] < least || (dim == 0 && least == strides[1])) return false;
+    least = strides[dim] * sizes[dim];
+  }
+  return true;
+}
+
 // An uninitialised tensor of these sizes and strides on the device of `like`. Cheaper than torch::stable::empty_like,
 // which goes through the dispatcher.
 inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType type,

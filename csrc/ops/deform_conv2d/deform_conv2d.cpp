@@ -155,19 +155,6 @@ DeformConv2dParams checked_params(const Tensor& input, const Tensor& weight, con
 }
 
 // ------------------------------------------------------------------------------------------------ allocation
-// Whether the strides of a 4-D tensor say channels_last, by the rule of torch's own convolutions: slices count, what is
-// both channels_last and contiguous does not. myvision/ops/deform_conv2d.py predicts the same.
-bool is_channels_last(const Tensor& tensor) {
-  const IntArray sizes = tensor.sizes(), strides = tensor.strides();
-  if (strides[1] == 0) return false;
-  int64_t least = 0;  // stride of the next dimension outwards
-  for (int dim : {1, 3, 2, 0}) {
-    if (sizes[dim] == 0 || strides[dim] < least || (dim == 0 && least == strides[1])) return false;
-    least = strides[dim] * sizes[dim];
-  }
-  return true;
-}
-
 Tensor new_output(const DeformConv2dParams& p, const Tensor& input, const Tensor& weight) {
   using torch::headeronly::MemoryFormat;
   const auto format =

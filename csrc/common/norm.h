@@ -1,0 +1,198 @@
+// What the glue of the norms shares: checks, layouts, and the view of any tensor as [batch, channels, height, width].
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "common/activation.h"
+#include "common/broadcast.h"
+#include "common/stable.h"
+#include "common/strided.h"
+
+namespace myvision {
+
+// A macro, as the parts of a message are only made where the check fails.
+#define NORM_CHECK(holds, op, ...) MYVISION_CHECK(holds, op, ": ", __VA_ARGS__)
+
+// ------------------------------------------------------------------------------------------------ checks
+// In the order in which myvision/ops/_norm.py makes them for the fakes.
+inline Dtype check_floating(const char* op, const Tensor& input) {
+  const std::optional<Dtype> dtype = to_dtype(input.scalar_type());
+  NORM_CHECK(dtype && is_floating(*dtype), op, "input must have dtype float64, float32, float16 or bfloat16, but has ",
+             name_of(input.scalar_type()));
+  return *dtype;
+}
+
+inline void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  NORM_CHECK(same_device(tensor, input), op, name, " must be on the device of input, ", device_name(input),
+             ", but is on ", device_name(tensor));
+}
+
+// Weight, bias, running statistics: of input's dtype, or float32.
+inline void check_parameter(const char* op, const char* name, const std::optional<Tensor>& tensor, IntArray shape,
+                            const Tensor& input) {
+  if (!tensor) return;
+  NORM_CHECK(std::ranges::equal(tensor->sizes(), shape), op, name, " must have shape ", shape_name(shape),
+             ", but has shape ", shape_name(tensor->sizes()));
+  NORM_CHECK(tensor->scalar_type() == input.scalar_type() || tensor->scalar_type() == ScalarType::Float, op, name,
+             " must have the dtype of input, ", name_of(input.scalar_type()), ", or float32, but has ",
+             name_of(tensor->scalar_type()));
+  check_device(op, name, *tensor, input);
+}
+
+// A residual, a gradient of the output: like input.
+inline void check_like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                             const Tensor& input) {
+  if (!tensor) return;
+  NORM_CHECK(std::ranges::equal(tensor->sizes(), input.sizes()), op, name, " must have the shape of input, ",
+             shape_name(input.sizes()), ", but has shape ", shape_name(tensor->sizes()));
+  NORM_CHECK(tensor->scalar_type() == input.scalar_type(), op, name, " must have the dtype of input, ",
+             name_of(input.scalar_type()), ", but has ", name_of(tensor->scalar_type()));
+  check_device(op, name, *tensor, input);
+}
+
+inline void check_eps(const char* op, double eps) { NORM_CHECK(eps >= 0, op, "eps must be at least 0, but is ", eps); }
+
+inline Activation check_activation(const char* op, const std::optional<std::string>& name, double negative_slope) {
+  if (!name) return {ActivationKind::None, negative_slope};
+  std::string known = "None";
+  for (int kind = 1; kind < static_cast<int>(std::size(kActivationNames)); ++kind) {
+    if (*name == kActivationNames[kind]) return {static_cast<ActivationKind>(kind), negative_slope};
+    known += std::string(", '") + kActivationNames[kind] + "'";
+  }
+  NORM_CHECK(false, op, "activation must be one of ", known, ", but is '", *name, "'");
+  return {};
+}
+
+// ------------------------------------------------------------------------------------------------ parameters
+// The type computed in, of statistics and of the kernels' arrays.
+inline ScalarType real_type(const Tensor& input) {
+  return input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// As the kernels take it: contiguous, in the type computed in.
+inline std::optional<Tensor> as_reals(const std::optional<Tensor>& tensor, const Tensor& input) {
+  if (!tensor) return std::nullopt;
+  return torch::stable::contiguous(cast(*tensor, real_type(input)));
+}
+
+inline const void* data_of(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
+inline Tensor new_reals(const Tensor& input, IntArray sizes) {
+  return torch::stable::new_empty(input, sizes, real_type(input));
+}
+
+// Those that forward returned.
+inline void check_statistics(const char* op, const Tensor& statistics, IntArray shape, const Tensor& input) {
+  NORM_CHECK(std::ranges::equal(statistics.sizes(), shape) && statistics.scalar_type() == real_type(input) &&
+                 statistics.is_contiguous(),
+             op, "statistics must be contiguous ", name_of(real_type(input)), " of shape ", shape_name(shape),
+             ", but are ", name_of(statistics.scalar_type()), " of shape ", shape_name(statistics.sizes()));
+  check_device(op, "statistics", statistics, input);
+}
+
+// ------------------------------------------------------------------------------------------------ layout
+// An uninitialised tensor of the shape and type of `like`, dense: channels_last or contiguous.
+inline Tensor new_dense(const Tensor& like, bool channels_last) {
+  const IntArray sizes = like.sizes();
+  const int dims = static_cast<int>(sizes.size());
+  int64_t strides[kMaxDims];
+  int64_t stride = channels_last ? sizes[1] : 1;
+  for (int dim = dims - 1; dim >= 0; --dim) {
+    if (channels_last && dim == 1) {
+      strides[dim] = 1;
+      continue;
+    }
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes[dim], 1);
+  }
+  return empty_strided(dims, sizes.data(), strides, like.scalar_type(), like);
+}
+
+// ------------------------------------------------------------------------------------------------ views
+// Tensors of one shape and where a kernel's parameters want them.
+class NormOperands {
+ public:
+  void read(const std::optional<Tensor>& tensor, Strided4& view) {
+    if (tensor && tensor->defined()) operands_[count_++] = {*tensor, &view, false};
+  }
+  void write(const Tensor& tensor, Strided4& view) {
+    if (tensor.defined()) operands_[count_++] = {tensor, &view, true};
+  }
+
+  // Describes all of them as [batch, channels, height, width] to params: dimensions [first, last) are the channels,
+  // what stands before and after them the rest. Neighbours become one wherever every tensor walks them as one. A tensor
+  // that needs more dimensions than the kernels have is copied.
+  template <typename Params>
+  void set_views(Params& params, int first, int last) {
+    if (!fits(first, last)) {
+      for (int i = 0; i < count_; ++i) {
+        if (!operands_[i].written) operands_[i].tensor = torch::stable::contiguous(operands_[i].tensor);
+      }
+    }
+    const int dims = static_cast<int>(operands_[0].tensor.dim());
+    const Axes before = merged(0, first), channels = merged(first, last), after = merged(last, dims);
+    Axis rest[3] = {{1, {}}, {1, {}}, {1, {}}};  // batch, height, width
+    for (int i = 0; i < before.count; ++i) rest[i == 0 ? 0 : 3 - before.count + i] = before.axis[i];
+    for (int i = 0; i < after.count; ++i) rest[3 - after.count + i] = after.axis[i];
+    const Axis channel = channels.count == 1 ? channels.axis[0] : Axis{1, {}};
+    params.batch = rest[0].size, params.channels = channel.size;
+    params.height = rest[1].size, params.width = rest[2].size;
+    for (int i = 0; i < count_; ++i) {
+      const Operand& operand = operands_[i];
+      void* data =
+          operand.written ? operand.tensor.mutable_data_ptr() : const_cast<void*>(operand.tensor.const_data_ptr());
+      *operand.view = {data, {rest[0].stride[i], channel.stride[i], rest[1].stride[i], rest[2].stride[i]}};
+    }
+  }
+
+ private:
+  static constexpr int kMaxOperands = 6;
+  static constexpr int kMaxAxes = 4;  // one more than the kernels take
+
+  struct Operand {
+    Tensor tensor;
+    Strided4* view;
+    bool written;
+  };
+  struct Axis {
+    int64_t size;
+    int64_t stride[kMaxOperands];
+  };
+  struct Axes {
+    int count = 0;
+    Axis axis[kMaxAxes];
+  };
+
+  bool fits(int first, int last) const {
+    const int dims = static_cast<int>(operands_[0].tensor.dim());
+    const int before = merged(0, first).count, after = merged(last, dims).count;
+    return merged(first, last).count <= 1 && after <= 2 && before + after <= 3;
+  }
+
+  // Dimensions [begin, end), outermost first.
+  Axes merged(int begin, int end) const {
+    Axes axes;
+    for (int dim = begin; dim < end && axes.count < kMaxAxes; ++dim) {
+      const int64_t size = operands_[0].tensor.size(dim);
+      if (size == 1) continue;
+      const bool joins = axes.count > 0 && joins_axis(axes.axis[axes.count - 1], dim);
+      Axis& axis = axes.axis[joins ? axes.count - 1 : axes.count++];
+      axis.size = joins ? axis.size * size : size;
+      for (int i = 0; i < count_; ++i) axis.stride[i] = operands_[i].tensor.stride(dim);
+    }
+    return axes;
+  }
+
+  bool joins_axis(const Axis& outer, int dim) const {
+    for (int i = 0; i < count_; ++i) {
+      if (outer.stride[i] != operands_[i].tensor.size(dim) * operands_[i].tensor.stride(dim)) return false;
+    }
+    return true;
+  }
+
+  Operand operands_[kMaxOperands];
+  int count_ = 0;
+};
+
+}  // namespace myvision

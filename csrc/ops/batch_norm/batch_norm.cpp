@@ -1,0 +1,370 @@
+// batch_norm, instance_norm and group_norm for torch: schemas, checks, allocation, registration. The kernels see only
+// BatchNormParams.
+#include "ops/batch_norm/batch_norm.h"
+
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_kernels.h"
+#include "common/norm.h"
+
+namespace myvision {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using Name = std::optional<std::string>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+enum class Kind { Batch, Instance, Group };
+
+constexpr const char* operator_name(Kind kind) {
+  return kind == Kind::Batch ? "batch_norm" : kind == Kind::Instance ? "instance_norm" : "group_norm";
+}
+
+// The arguments that all operators here share, checked.
+struct Call {
+  Kind kind;
+  const char* op;
+  Tensor input;
+  OptionalTensor weight, bias, residual;
+  BatchNormParams params;
+};
+
+Call checked_call(Kind kind, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                  const OptionalTensor& residual, int64_t groups, double eps, const Name& activation,
+                  double negative_slope) {
+  const char* op = operator_name(kind);
+  Call call{kind, op, input, weight, bias, residual, {}};
+  BatchNormParams& p = call.params;
+  p.dtype = check_floating(op, input);
+  NORM_CHECK(input.dim() >= 2, op, "input must have at least 2 dimensions (batch, channels, ...), but has shape ",
+             shape_name(input.sizes()));
+  const int64_t channels = input.size(1);
+  NORM_CHECK(kind != Kind::Group || (groups >= 1 && channels % groups == 0), op,
+             "num_groups must be a divisor of the number of channels, ", channels, ", but is ", groups);
+  check_parameter(op, "weight", weight, {channels}, input);
+  check_parameter(op, "bias", bias, {channels}, input);
+  check_like_input(op, "residual", residual, input);
+  check_eps(op, eps);
+  p.activation = check_activation(op, activation, negative_slope);
+  p.groups = kind == Kind::Instance ? channels : groups;
+  p.eps = eps;
+  return call;
+}
+
+void check_running(const Call& call, const OptionalTensor& mean, const OptionalTensor& var) {
+  NORM_CHECK(mean.has_value() == var.has_value(), call.op, "running_mean and running_var go together, but ",
+             mean ? "running_var" : "running_mean", " is None");
+  check_parameter(call.op, "running_mean", mean, {call.input.size(1)}, call.input);
+  check_parameter(call.op, "running_var", var, {call.input.size(1)}, call.input);
+}
+
+// As torch's own functions count them.
+void check_own_statistics(const Call& call) {
+  const Tensor& input = call.input;
+  const int64_t others = call.kind == Kind::Batch      ? input.size(1)
+                         : call.kind == Kind::Instance ? input.size(0) * input.size(1)
+                                                       : call.params.groups;
+  NORM_CHECK(input.numel() == 0 || input.numel() != others, call.op,
+             "a mean needs more than 1 value, but input has shape ", shape_name(input.sizes()));
+}
+
+std::array<int64_t, 2> statistics_shape(const Call& call) {
+  const int64_t groups = call.params.groups;
+  return {3, groups == 0 ? call.input.size(1) : call.input.size(0) * groups};
+}
+
+// ------------------------------------------------------------------------------------------------ launch
+#ifdef MYVISION_GPU
+void run_forward(const Call& call) {
+  const GpuScope gpu(call.input);
+  const int64_t bytes = batch_norm_forward_cuda_workspace(call.params);
+  const Tensor workspace = torch::stable::new_empty(call.input, {bytes}, ScalarType::Byte);
+  check_launch(call.op, batch_norm_forward_cuda(call.params, workspace.mutable_data_ptr(), gpu.stream()));
+}
+
+void run_backward(const Call& call, const BatchNormGradients& gradients) {
+  const GpuScope gpu(call.input);
+  const int64_t bytes = batch_norm_backward_cuda_workspace(call.params, gradients);
+  const Tensor workspace = torch::stable::new_empty(call.input, {bytes}, ScalarType::Byte);
+  check_launch(call.op, batch_norm_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
+}
+#else
+void run_forward(const Call& call) { cpu_kernels().batch_norm_forward(call.params); }
+
+void run_backward(const Call& call, const BatchNormGradients& gradients) {
+  cpu_kernels().batch_norm_backward(call.params, gradients);
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------ forward
+// Writes the statistics where they are defined, or, where they are given, reads them.
+Tensor forward(Call& call, const Tensor& statistics) {
+  BatchNormParams& p = call.params;
+  const Tensor output = new_dense(call.input, is_channels_last(call.input));
+  if (output.numel() == 0) return output;
+  const OptionalTensor weight = as_reals(call.weight, call.input), bias = as_reals(call.bias, call.input);
+  p.weight = data_of(weight), p.bias = data_of(bias);
+  p.statistics = statistics.defined() ? statistics.mutable_data_ptr() : nullptr;
+  NormOperands operands;
+  operands.read(call.input, p.input);
+  operands.read(call.residual, p.residual);
+  operands.write(output, p.output);
+  operands.set_views(p, 1, 2);
+  run_forward(call);
+  return output;
+}
+
+struct Result {
+  Tensor output, statistics;  // the second where it was asked for
+  std::tuple<Tensor, Tensor> both() const { return {output, statistics}; }
+};
+
+// Undefined where it is not wanted; of nothing it is 0.
+Tensor new_statistics(const Call& call, bool wanted) {
+  if (!wanted) return Tensor();
+  Tensor statistics = new_reals(call.input, statistics_shape(call));
+  if (call.input.numel() == 0) torch::stable::zero_(statistics);
+  return statistics;
+}
+
+// By running statistics where they are given, or else by the input's own.
+Result normalize(Call call, const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                 bool keep_statistics) {
+  check_running(call, running_mean, running_var);
+  BatchNormParams& p = call.params;
+  if (running_mean) {
+    p.groups = 0;
+    p.statistics_from = StatisticsFrom::Running;
+  } else {
+    check_own_statistics(call);
+    p.statistics_from = StatisticsFrom::Input;
+  }
+  const OptionalTensor mean = as_reals(running_mean, call.input), var = as_reals(running_var, call.input);
+  p.running_mean = const_cast<void*>(data_of(mean)), p.running_var = const_cast<void*>(data_of(var));  // only read
+  const Tensor statistics = new_statistics(call, keep_statistics);
+  return {forward(call, statistics), statistics};
+}
+
+// By the input's own statistics, with which the running ones are updated.
+Result normalize_and_update(Call call, Tensor running_mean, Tensor running_var, double momentum, bool keep_statistics) {
+  check_running(call, running_mean, running_var);
+  check_own_statistics(call);
+  const Tensor mean = *as_reals(running_mean, call.input), var = *as_reals(running_var, call.input);
+  BatchNormParams& p = call.params;
+  p.statistics_from = StatisticsFrom::Input;
+  p.running_mean = mean.mutable_data_ptr(), p.running_var = var.mutable_data_ptr();
+  p.momentum = momentum;
+  const Tensor statistics = new_statistics(call, keep_statistics);
+  const Tensor output = forward(call, statistics);
+  if (mean.const_data_ptr() != running_mean.const_data_ptr()) torch::stable::copy_(running_mean, mean);
+  if (var.const_data_ptr() != running_var.const_data_ptr()) torch::stable::copy_(running_var, var);
+  return {output, statistics};
+}
+
+// The operators: without statistics, and with them for backward.
+template <Kind kKind>
+Tensor norm(const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
+            const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual, double eps,
+            const Name& activation, double negative_slope) {
+  Call call = checked_call(kKind, input, weight, bias, residual, 0, eps, activation, negative_slope);
+  return normalize(std::move(call), running_mean, running_var, false).output;
+}
+
+template <Kind kKind>
+std::tuple<Tensor, Tensor> norm_forward(const Tensor& input, const OptionalTensor& running_mean,
+                                        const OptionalTensor& running_var, const OptionalTensor& weight,
+                                        const OptionalTensor& bias, const OptionalTensor& residual, double eps,
+                                        const Name& activation, double negative_slope) {
+  Call call = checked_call(kKind, input, weight, bias, residual, 0, eps, activation, negative_slope);
+  return normalize(std::move(call), running_mean, running_var, true).both();
+}
+
+template <Kind kKind>
+Tensor norm_update(const Tensor& input, const Tensor& running_mean, const Tensor& running_var,
+                   const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
+                   double momentum, double eps, const Name& activation, double negative_slope) {
+  Call call = checked_call(kKind, input, weight, bias, residual, 0, eps, activation, negative_slope);
+  return normalize_and_update(std::move(call), running_mean, running_var, momentum, false).output;
+}
+
+template <Kind kKind>
+std::tuple<Tensor, Tensor> norm_forward_update(const Tensor& input, const Tensor& running_mean,
+                                               const Tensor& running_var, const OptionalTensor& weight,
+                                               const OptionalTensor& bias, const OptionalTensor& residual,
+                                               double momentum, double eps, const Name& activation,
+                                               double negative_slope) {
+  Call call = checked_call(kKind, input, weight, bias, residual, 0, eps, activation, negative_slope);
+  return normalize_and_update(std::move(call), running_mean, running_var, momentum, true).both();
+}
+
+Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight, const OptionalTensor& bias,
+                  const OptionalTensor& residual, double eps, const Name& activation, double negative_slope) {
+  Call call = checked_call(Kind::Group, input, weight, bias, residual, num_groups, eps, activation, negative_slope);
+  return normalize(std::move(call), std::nullopt, std::nullopt, false).output;
+}
+
+std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& input, int64_t num_groups, const OptionalTensor& weight,
+                                              const OptionalTensor& bias, const OptionalTensor& residual, double eps,
+                                              const Name& activation, double negative_slope) {
+  Call call = checked_call(Kind::Group, input, weight, bias, residual, num_groups, eps, activation, negative_slope);
+  return normalize(std::move(call), std::nullopt, std::nullopt, true).both();
+}
+
+// ------------------------------------------------------------------------------------------------ backward
+// groups: of an image; 0: channels over the batch. training: the statistics are the input's own.
+Gradients backward(Call call, const Tensor& grad_output, const Tensor& statistics, bool training, BackwardStage stage,
+                   const Tensor& sums, const std::vector<bool>& output_mask) {
+  BatchNormParams& p = call.params;
+  check_like_input(call.op, "grad_output", grad_output, call.input);
+  const OptionalTensor weight = as_reals(call.weight, call.input), bias = as_reals(call.bias, call.input);
+  p.weight = data_of(weight), p.bias = data_of(bias);
+  p.statistics = const_cast<void*>(statistics.const_data_ptr());
+  p.statistics_from = StatisticsFrom::Given;
+  const auto new_image = [&](bool wanted) {
+    return wanted ? new_dense(call.input, is_channels_last(call.input)) : Tensor();
+  };
+  const auto new_parameter = [&](bool wanted) {
+    return wanted ? new_reals(call.input, {call.input.size(1)}) : Tensor();
+  };
+  Tensor grad_input = new_image(output_mask[0]), grad_weight = new_parameter(output_mask[1]),
+         grad_bias = new_parameter(output_mask[2]), grad_residual = new_image(output_mask[3]);
+  if (call.input.numel() == 0) {
+    for (Tensor* gradient : {&grad_weight, &grad_bias}) {
+      if (gradient->defined()) torch::stable::zero_(*gradient);
+    }
+  } else {
+    BatchNormGradients views{};
+    NormOperands operands;
+    operands.read(call.input, p.input);
+    operands.read(call.residual, p.residual);
+    operands.read(grad_output, views.output);
+    operands.write(grad_input, views.input);
+    operands.write(grad_residual, views.residual);
+    operands.set_views(p, 1, 2);
+    views.weight = grad_weight.defined() ? grad_weight.mutable_data_ptr() : nullptr;
+    views.bias = grad_bias.defined() ? grad_bias.mutable_data_ptr() : nullptr;
+    views.sums = sums.defined() ? sums.mutable_data_ptr() : nullptr;
+    views.training = training, views.stage = stage;
+    run_backward(call, views);
+  }
+  if (grad_weight.defined() && call.weight) grad_weight = cast(grad_weight, call.weight->scalar_type());
+  if (grad_bias.defined() && call.bias) grad_bias = cast(grad_bias, call.bias->scalar_type());
+  return {grad_input, grad_weight, grad_bias, grad_residual};
+}
+
+Gradients batch_norm_backward(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
+                              const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
+                              int64_t groups, bool training, const Name& activation, double negative_slope,
+                              const std::vector<bool>& output_mask) {
+  Call call = checked_call(groups == 0 ? Kind::Batch : Kind::Group, input, weight, bias, residual, groups, 0,
+                           activation, negative_slope);
+  check_statistics(call.op, statistics, statistics_shape(call), call.input);
+  NORM_CHECK(output_mask.size() == 4, call.op, "output_mask must have 4 elements, but has ", output_mask.size());
+  return backward(std::move(call), grad_output, statistics, training, BackwardStage::Whole, Tensor(), output_mask);
+}
+
+// ------------------------------------------------------------------------------------------------ pieces of batch_norm
+// For SyncBatchNorm, which adds up over processes in between.
+Tensor batch_norm_statistics(const Tensor& input) {
+  Call call = checked_call(Kind::Batch, input, {}, {}, {}, 0, 0, {}, 0);
+  const Tensor statistics = new_statistics(call, true);
+  if (input.numel() == 0) return statistics;
+  call.params.statistics_from = StatisticsFrom::Input;
+  call.params.statistics = statistics.mutable_data_ptr();
+  NormOperands operands;
+  operands.read(input, call.params.input);
+  operands.set_views(call.params, 1, 2);
+  run_forward(call);
+  return statistics;
+}
+
+Tensor batch_norm_given(const Tensor& input, const Tensor& statistics, const OptionalTensor& weight,
+                        const OptionalTensor& bias, const OptionalTensor& residual, const Name& activation,
+                        double negative_slope) {
+  Call call = checked_call(Kind::Batch, input, weight, bias, residual, 0, 0, activation, negative_slope);
+  check_statistics(call.op, statistics, statistics_shape(call), call.input);
+  call.params.statistics_from = StatisticsFrom::Given;
+  return forward(call, statistics);
+}
+
+Tensor batch_norm_sums(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
+                       const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
+                       const Name& activation, double negative_slope) {
+  Call call = checked_call(Kind::Batch, input, weight, bias, residual, 0, 0, activation, negative_slope);
+  check_statistics(call.op, statistics, statistics_shape(call), call.input);
+  Tensor sums = new_reals(input, {2, input.size(1)});
+  if (input.numel() == 0) torch::stable::zero_(sums);
+  backward(std::move(call), grad_output, statistics, true, BackwardStage::Sums, sums, {false, false, false, false});
+  return sums;
+}
+
+std::tuple<Tensor, Tensor> batch_norm_finish(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
+                                             const Tensor& sums, const OptionalTensor& weight,
+                                             const OptionalTensor& bias, const OptionalTensor& residual,
+                                             const Name& activation, double negative_slope,
+                                             const std::vector<bool>& output_mask) {
+  Call call = checked_call(Kind::Batch, input, weight, bias, residual, 0, 0, activation, negative_slope);
+  check_statistics(call.op, statistics, statistics_shape(call), call.input);
+  const int64_t channels = input.size(1);
+  NORM_CHECK(std::ranges::equal(sums.sizes(), IntArray({2, channels})) &&
+                 sums.scalar_type() == statistics.scalar_type() && sums.is_contiguous() && same_device(sums, input),
+             call.op, "sums must be contiguous, of shape (2, ", channels,
+             "), and of the dtype and device of statistics");
+  NORM_CHECK(output_mask.size() == 2, call.op, "output_mask must have 2 elements, but has ", output_mask.size());
+  const Gradients gradients = backward(std::move(call), grad_output, statistics, true, BackwardStage::Finish, sums,
+                                       {output_mask[0], false, false, output_mask[1]});
+  return {std::get<0>(gradients), std::get<3>(gradients)};
+}
+
+}  // namespace
+}  // namespace myvision
+
+#define AFFINE "Tensor? weight, Tensor? bias, Tensor? residual"
+#define PURE "(Tensor input, Tensor? running_mean, Tensor? running_var, " AFFINE ", float eps, " ACTIVATION ")"
+#define UPDATING                                                            \
+  "(Tensor input, Tensor(a!) running_mean, Tensor(b!) running_var, " AFFINE \
+  ", float momentum, "                                                      \
+  "float eps, " ACTIVATION ")"
+#define GROUPS "(Tensor input, int num_groups, " AFFINE ", float eps, " ACTIVATION ")"
+#define ACTIVATION "str? activation, float negative_slope"
+
+MYVISION_SCHEMAS(m) {
+  m.def("batch_norm" PURE " -> Tensor");
+  m.def("batch_norm.update" UPDATING " -> Tensor");
+  m.def("_batch_norm_forward" PURE " -> (Tensor, Tensor)");
+  m.def("_batch_norm_forward.update" UPDATING " -> (Tensor, Tensor)");
+  m.def("instance_norm" PURE " -> Tensor");
+  m.def("instance_norm.update" UPDATING " -> Tensor");
+  m.def("_instance_norm_forward" PURE " -> (Tensor, Tensor)");
+  m.def("_instance_norm_forward.update" UPDATING " -> (Tensor, Tensor)");
+  m.def("group_norm" GROUPS " -> Tensor");
+  m.def("_group_norm_forward" GROUPS " -> (Tensor, Tensor)");
+  m.def("_batch_norm_backward(Tensor grad_output, Tensor input, Tensor statistics, " AFFINE
+        ", int groups, bool training, " ACTIVATION ", bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("_batch_norm_statistics(Tensor input) -> Tensor");
+  m.def("_batch_norm_given(Tensor input, Tensor statistics, " AFFINE ", " ACTIVATION ") -> Tensor");
+  m.def("_batch_norm_sums(Tensor grad_output, Tensor input, Tensor statistics, " AFFINE ", " ACTIVATION ") -> Tensor");
+  m.def("_batch_norm_finish(Tensor grad_output, Tensor input, Tensor statistics, Tensor sums, " AFFINE ", " ACTIVATION
+        ", bool[2] output_mask) -> (Tensor, Tensor)");
+}
+
+MYVISION_IMPLEMENTATIONS(m) {
+  using myvision::Kind;
+  m.impl("batch_norm", TORCH_BOX(&myvision::norm<Kind::Batch>));
+  m.impl("batch_norm.update", TORCH_BOX(&myvision::norm_update<Kind::Batch>));
+  m.impl("_batch_norm_forward", TORCH_BOX(&myvision::norm_forward<Kind::Batch>));
+  m.impl("_batch_norm_forward.update", TORCH_BOX(&myvision::norm_forward_update<Kind::Batch>));
+  m.impl("instance_norm", TORCH_BOX(&myvision::norm<Kind::Instance>));
+  m.impl("instance_norm.update", TORCH_BOX(&myvision::norm_update<Kind::Instance>));
+  m.impl("_instance_norm_forward", TORCH_BOX(&myvision::norm_forward<Kind::Instance>));
+  m.impl("_instance_norm_forward.update", TORCH_BOX(&myvision::norm_forward_update<Kind::Instance>));
+  m.impl("group_norm", TORCH_BOX(&myvision::group_norm));
+  m.impl("_group_norm_forward", TORCH_BOX(&myvision::group_norm_forward));
+  m.impl("_batch_norm_backward", TORCH_BOX(&myvision::batch_norm_backward));
+  m.impl("_batch_norm_statistics", TORCH_BOX(&myvision::batch_norm_statistics));
+  m.impl("_batch_norm_given", TORCH_BOX(&myvision::batch_norm_given));
+  m.impl("_batch_norm_sums", TORCH_BOX(&myvision::batch_norm_sums));
+  m.impl("_batch_norm_finish", TORCH_BOX(&myvision::batch_norm_finish));
+}
