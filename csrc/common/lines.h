@@ -16,6 +16,11 @@ struct Lines {
   T* operator[](int64_t line) const { return data + line * pitch; }
 };
 
+template <typename T>
+Lines<const T> as_const(Lines<T> lines) {
+  return {lines.data, lines.pitch};
+}
+
 // Two dimensions of a tensor: lines follow one another along dimension `across`, their numbers along dimension `along`.
 template <typename T>
 class LineView {

@@ -2,6 +2,7 @@
 // its mean, whose own sum corrects for the rounding of that mean; chunks are merged in double. Compiled once per
 // instruction set.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "common/vec_io.h"
@@ -92,5 +93,92 @@ inline Moments moments_about_zero(const In* x, int64_t n) {
   }
   return {static_cast<double>(n), 0, squares};
 }
+
+// ---- across: of columns, which get one number of every line that arrives
+
+// Distances are from the mean of the lines before, which is as good as a column's own: where it is far off, the
+// columns' spread is as large. They are summed over a few lines at a time, at first as many as came before.
+template <typename T>
+class ColumnMoments {
+ public:
+  static constexpr int64_t kColumns = 4096 / sizeof(T);  // at most
+
+  explicit ColumnMoments(int64_t columns) : columns_(columns) {}
+
+  void add(const T* x, int64_t pitch, int64_t lines) {
+    if (lines > 0 && count_ == 0 && pending_ == 0) start(x);
+    while (lines > 0) {
+      const int64_t wanted = std::clamp(count_, kFewestLines, kMostLines) - pending_;
+      const int64_t taken = std::min(lines, wanted);
+      add_distances(x, pitch, taken);
+      if (taken == wanted) merge_pending();
+      x += taken * pitch;
+      lines -= taken;
+    }
+  }
+
+  // Merges each column with what `all` has of it.
+  void merge_into(Moments* all) {
+    if (pending_ > 0) merge_pending();
+    if (count_ == 0) return;
+    for (int64_t i = 0; i < columns_; ++i) all[i] = merge(all[i], {static_cast<double>(count_), mean_[i], squares_[i]});
+  }
+
+ private:
+  static constexpr int64_t kFewestLines = 4, kMostLines = 64;
+
+  void start(const T* x) {
+    for (int64_t i = 0; i < columns_; ++i) {
+      center_[i] = x[i];
+      pending_distances_[i] = pending_squares_[i] = 0;
+      mean_[i] = squares_[i] = 0;
+    }
+  }
+
+  void add_distances(const T* x, int64_t pitch, int64_t lines) {
+    int64_t line = 0;
+    for (; line + 4 <= lines; line += 4) add_lines<4>(x + line * pitch, pitch);
+    for (; line < lines; ++line) add_lines<1>(x + line * pitch, pitch);
+    pending_ += lines;
+  }
+
+  template <int LINES>
+  void add_lines(const T* x, int64_t pitch) {
+    for_each_vector<T, 1>(columns_, [&](int, int64_t i, int64_t count) {
+      const Vec<T> center = load<T>(center_ + i, count);
+      Vec<T> distances = load<T>(pending_distances_ + i, count), squares = load<T>(pending_squares_ + i, count);
+#pragma GCC unroll 4
+      for (int line = 0; line < LINES; ++line) {
+        const Vec<T> distance = load<T>(x + line * pitch + i, count) - center;
+        distances = distances + distance;
+        squares = at::vec::fmadd(distance, distance, squares);
+      }
+      store(distances, pending_distances_ + i, count);
+      store(squares, pending_squares_ + i, count);
+    });
+  }
+
+  void merge_pending() {
+    const double lines = static_cast<double>(pending_), share = lines / static_cast<double>(count_ + pending_);
+    for (int64_t i = 0; i < columns_; ++i) {
+      const double rest = static_cast<double>(pending_distances_[i]) / lines;
+      const double squares = static_cast<double>(pending_squares_[i]) - lines * rest * rest;
+      const double step = static_cast<double>(center_[i]) + rest - mean_[i];
+      mean_[i] += step * share;
+      squares_[i] += (squares < 0 ? 0 : squares) + step * step * share * static_cast<double>(count_);
+      center_[i] = static_cast<T>(mean_[i]);
+      pending_distances_[i] = pending_squares_[i] = 0;
+    }
+    count_ += pending_;
+    pending_ = 0;
+  }
+
+  int64_t columns_, count_ = 0, pending_ = 0;
+  alignas(64) T center_[kColumns];
+  alignas(64) T pending_distances_[kColumns];
+  alignas(64) T pending_squares_[kColumns];
+  alignas(64) double mean_[kColumns];
+  alignas(64) double squares_[kColumns];
+};
 
 }  // namespace myvision::CPU_CAPABILITY
