@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,30 +10,41 @@ import torch
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its Library
 
 
-def register_autocast(op: torch._ops.OpOverload) -> None:
+Cast = Callable[[tuple[Any, ...], str], Iterable[Any]]
+
+
+def register_autocast(op: torch._ops.OpOverload, cast: Cast | None = None) -> None:
     """Under ``torch.autocast`` the operator runs in autocast's dtype.
 
     Floating-point tensors of another dtype are cast, so mixed inputs agree; float64 and integer tensors are left alone.
 
     Args:
         op: the operator, for example ``torch.ops.myvision.deform_conv2d.default``.
+        cast: ``cast(args, device_type)`` returns the arguments to run with instead.
     """
     library = torch.library.Library(op.namespace, "IMPL")
     for device_type in ("cpu", "cuda"):
-        library.impl(op, _autocast_kernel(op, device_type), f"Autocast{device_type.upper()}")
+        library.impl(
+            op, _autocast_kernel(op, device_type, cast or _to_autocast_dtype), f"Autocast{device_type.upper()}"
+        )
     _libraries.append(library)
 
 
-def _autocast_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+def _autocast_kernel(op: torch._ops.OpOverload, device_type: str, cast: Cast) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device_type)
+        args = tuple(cast(args, device_type))
         torch.set_autocast_enabled(device_type, False)
         try:
-            return op(*(_cast(arg, device_type, dtype) for arg in args))
+            return op(*args)
         finally:
             torch.set_autocast_enabled(device_type, True)
 
     return kernel
+
+
+def _to_autocast_dtype(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+    dtype = torch.get_autocast_dtype(device_type)
+    return (_cast(arg, device_type, dtype) for arg in args)
 
 
 def _cast(arg: Any, device_type: str, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ registered by torch's own public call instead: slower, and forward-mode AD and t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ try:
     _LEAN = hasattr(forward_ad, "_current_level")
 except ImportError:
     _LEAN = False
+    _AutoDispatchBelowAutograd = contextlib.nullcontext  # type: ignore[assignment,misc]
 
 SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
 Formula = Callable[..., Any]
@@ -41,6 +43,14 @@ class _Derivative:
     backward: Formula
     jvp: Formula | None
     composite: Formula | None
+    forward: torch._ops.OpOverload | None
+
+    def returned(self, results: Any) -> Any:
+        """What the operator returns, of what ran in its place."""
+        if self.forward is None:
+            return results
+        count = len(self.op._schema.returns)
+        return results[0] if count == 1 else results[:count]
 
 
 def register_autograd(
@@ -49,6 +59,7 @@ def register_autograd(
     backward: Formula,
     jvp: Formula | None = None,
     composite: Formula | None = None,
+    forward: torch._ops.OpOverload | None = None,
 ) -> None:
     """Gives an operator its derivatives.
 
@@ -60,6 +71,8 @@ def register_autograd(
         jvp: ``jvp(ctx, *tangents)`` returns the tangent of the output.
         composite: ``composite(*inputs)`` returns the output by differentiable operations, for an operator without jvp:
             it takes over in forward-mode AD, which raises where there is neither.
+        forward: an operator of the same arguments that returns, after what ``op`` returns, what backward needs besides.
+            It runs where gradients are needed, and ``setup_context`` gets all of its results as ``output``.
 
     Raises:
         ValueError: an argument of the operator has a default, which the dispatcher would not pass on.
@@ -67,15 +80,49 @@ def register_autograd(
     if any(argument.has_default_value() for argument in op._schema.arguments):
         raise ValueError(f"register_autograd: an argument of {op.name()} has a default value")
     register = _register_lean if _LEAN else _register_public
-    register(_Derivative(op, setup_context, backward, jvp, composite))
+    register(_Derivative(op, setup_context, backward, jvp, composite, forward))
+
+
+def register_second_derivative(op: torch._ops.OpOverload, gradients: Formula) -> None:
+    """Gives an operator that computes gradients its own derivatives.
+
+    Args:
+        op: the operator. Where a gradient is not wanted, it returns None.
+        gradients: ``gradients(*inputs)`` returns the same by differentiable operations.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.is_tensor = [isinstance(value, torch.Tensor) for value in inputs]
+        ctx.save_for_backward(
+            *(value if is_tensor else None for value, is_tensor in zip(inputs, ctx.is_tensor, strict=True))
+        )
+        ctx.constants = [None if is_tensor else value for value, is_tensor in zip(inputs, ctx.is_tensor, strict=True)]
+
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        inputs = [
+            tensor if is_tensor else constant
+            for tensor, constant, is_tensor in zip(ctx.saved_tensors, ctx.constants, ctx.is_tensor, strict=True)
+        ]
+        needed = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
+
+        def of_needed(*values: torch.Tensor) -> list[torch.Tensor]:
+            varied = dict(enumerate(inputs)) | dict(zip(needed, values, strict=True))
+            return [gradient for gradient in gradients(*varied.values()) if gradient is not None]
+
+        pullback = torch.func.vjp(of_needed, *(inputs[i] for i in needed))[1]
+        found = dict(zip(needed, pullback([grad for grad in grads if grad is not None]), strict=True))
+        return tuple(found.get(i) for i in range(len(inputs)))
+
+    register_autograd(op, setup_context, backward, composite=gradients)
 
 
 def _register_lean(derivative: _Derivative) -> None:
     raw = getattr(derivative.op, "_op", derivative.op)  # the builtin behind the overload: one Python call less
-    apply = _function(derivative, raw).apply
-    apply_single_level = _single_level_function(derivative, raw).apply
+    raw_forward = getattr(derivative.forward, "_op", raw)
+    apply = _function(derivative, raw_forward).apply
+    apply_single_level = _single_level_function(derivative, raw_forward).apply
 
-    def autograd(*args: Any) -> Any:
+    def differentiable(*args: Any) -> Any:
         if forward_ad._current_level >= 0 and derivative.composite:
             return derivative.composite(*args)
         if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
@@ -86,15 +133,33 @@ def _register_lean(derivative: _Derivative) -> None:
         with _AutoDispatchBelowAutograd():
             return raw(*args)
 
-    _implement(derivative.op, "Autograd", autograd)
+    _implement(derivative.op, "Autograd", _counting_writes(derivative.op, differentiable))
+
+
+def _counting_writes(op: torch._ops.OpOverload, kernel: Formula, first: int = 0) -> Formula:
+    """The kernel, after which autograd knows that the operator has written to some of its arguments.
+
+    Args:
+        first: the position of the operator's first argument among those of the kernel.
+    """
+    written = [first + i for i, argument in enumerate(op._schema.arguments) if argument.is_write]
+    if not written:
+        return kernel
+
+    def counting(*args: Any) -> Any:
+        results = kernel(*args)
+        torch.autograd.graph.increment_version([args[i] for i in written])
+        return results
+
+    return counting
 
 
 def _function(derivative: _Derivative, raw: Formula) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         with _AutoDispatchBelowAutograd():
-            output = raw(*args)
-        derivative.setup_context(ctx, args, output)
-        return output
+            results = raw(*args)
+        derivative.setup_context(ctx, args, results)
+        return derivative.returned(results)
 
     return _function_type(torch.autograd.Function, derivative, forward, derivative.backward, derivative.jvp)
 
@@ -112,10 +177,10 @@ def _single_level_function(derivative: _Derivative, raw: Formula) -> Any:
             _set_fwd_grad_enabled(fwd_grad_enabled),
             _AutoDispatchBelowAutograd(),
         ):
-            output = raw(*inputs)
+            results = raw(*inputs)
         ctx.fwd_grad_enabled = fwd_grad_enabled
-        derivative.setup_context(ctx, tuple(inputs), output)
-        return output
+        derivative.setup_context(ctx, tuple(inputs), results)
+        return derivative.returned(results)
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         ctx.needs_input_grad = ctx.needs_input_grad[: len(derivative.op._schema.arguments)]
@@ -154,12 +219,9 @@ def _function_type(
 
 
 def _register_public(derivative: _Derivative) -> None:
-    """By torch.library.register_autograd, whose kernels drop forward-mode tangents in silence: here they raise."""
+    """By public calls of torch, whose kernels drop forward-mode tangents in silence: here they raise."""
     op = derivative.op
-    library = torch.library.Library(op.namespace, "IMPL")
-    torch.library.register_autograd(op, derivative.backward, setup_context=derivative.setup_context, lib=library)
-    _libraries.append(library)
-    kernel = torch.library.get_kernel(op, "AutogradCPU")  # one kernel for every device
+    kernel = _public_function(derivative, derivative.forward) if derivative.forward else _public_kernel(derivative)
 
     def autograd(keyset: Any, *args: Any) -> Any:
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
@@ -167,9 +229,30 @@ def _register_public(derivative: _Derivative) -> None:
             if derivative.composite:
                 return derivative.composite(*args)
             raise NotImplementedError(f"{op.name()}: forward-mode AD is not implemented with this version of torch")
-        return kernel.call_boxed(keyset, *args)
+        return kernel(keyset, *args)
 
     _implement(op, "Autograd", autograd, with_keyset=True, allow_override=True)
+
+
+def _public_kernel(derivative: _Derivative) -> Formula:
+    op = derivative.op
+    library = torch.library.Library(op.namespace, "IMPL")
+    torch.library.register_autograd(op, derivative.backward, setup_context=derivative.setup_context, lib=library)
+    _libraries.append(library)
+    return torch.library.get_kernel(op, "AutogradCPU").call_boxed  # one kernel for every device
+
+
+def _public_function(derivative: _Derivative, forward: torch._ops.OpOverload) -> Formula:
+    """For an operator with another that keeps what backward needs: that one has no derivative, and is called always."""
+    apply = _function(derivative, forward).apply
+
+    def kernel(_: Any, *args: Any) -> Any:
+        tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return apply(*args)
+        return derivative.returned(forward(*args))
+
+    return _counting_writes(derivative.op, kernel, first=1)
 
 
 def _implement(op: torch._ops.OpOverload, dispatch_key: str, kernel: Formula, **options: bool) -> None:

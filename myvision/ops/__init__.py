@@ -1,6 +1,23 @@
 """The operators as functions."""
 
+from myvision.ops.add_layer_norm import add_layer_norm
+from myvision.ops.add_rms_norm import add_rms_norm
+from myvision.ops.batch_norm import batch_norm
 from myvision.ops.deform_conv2d import deform_conv2d
+from myvision.ops.group_norm import group_norm
+from myvision.ops.instance_norm import instance_norm
+from myvision.ops.layer_norm import layer_norm
 from myvision.ops.my_add import my_add
+from myvision.ops.rms_norm import rms_norm
 
-__all__ = ["deform_conv2d", "my_add"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "batch_norm",
+    "deform_conv2d",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "my_add",
+    "rms_norm",
+]

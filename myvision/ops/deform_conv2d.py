@@ -13,7 +13,8 @@ from torch.jit import TracerWarning  # type: ignore[attr-defined]
 from torch.nn.modules.utils import _pair
 
 from myvision._autocast import register_autocast
-from myvision._autograd import register_autograd
+from myvision._autograd import register_autograd, register_second_derivative
+from myvision._layout import is_channels_last
 from myvision._reference import deform_conv2d as reference
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -264,22 +265,9 @@ def _check_plane(height: int, width: int) -> None:
     )
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether the strides say channels_last, by the rule of torch's own convolutions; slices count."""
-    if tensor.stride(1) == 0:
-        return False
-    least = 0  # stride of the next dimension outwards
-    for dim in (1, 3, 2, 0):
-        size, stride = tensor.shape[dim], tensor.stride(dim)
-        if size == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
-            return False
-        least = stride * size
-    return True
-
-
 def _fake(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
     shape = _output_shape(input, weight, *args)
-    channels_last = _is_channels_last(input) or _is_channels_last(weight)
+    channels_last = is_channels_last(input) or is_channels_last(weight)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format)
 
@@ -317,25 +305,6 @@ def _first_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     gradients = _backward(grad_output, *ctx.saved_tensors, *ctx.geometry, wanted, deterministic)
     return (*gradients, *[None] * len(ctx.geometry))
-
-
-def _setup_backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.constants = inputs[5:]
-
-
-def _second_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Through the reference, of which only the tensors that need a gradient vary."""
-    needed = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
-    tensors = dict(enumerate(ctx.saved_tensors))
-
-    def of_needed(*values: Tensor) -> list[Tensor]:
-        arguments = tensors | dict(zip(needed, values, strict=True))
-        return [gradient for gradient in _gradients(*arguments.values(), *ctx.constants) if gradient is not None]
-
-    pullback = torch.func.vjp(of_needed, *(tensors[i] for i in needed))[1]
-    found = dict(zip(needed, pullback([gradient for gradient in gradients if gradient is not None]), strict=True))
-    return tuple(found.get(i) for i in range(len(ctx.needs_input_grad)))
 
 
 def _gradients(*args: Any) -> tuple[Tensor | None, ...]:
@@ -393,5 +362,5 @@ torch.library.register_fake("myvision::_deform_conv2d_backward", _fake_backward)
 torch.library.register_vmap("myvision::deform_conv2d", _vmap)
 torch.library.register_vmap("myvision::_deform_conv2d_backward", _vmap_backward)
 register_autograd(_forward, _setup_context, _first_backward, composite=reference.deform_conv2d)
-register_autograd(_backward, _setup_backward_context, _second_backward, composite=_gradients)
+register_second_derivative(_backward, _gradients)
 register_autocast(_forward)

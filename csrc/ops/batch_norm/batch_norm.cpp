@@ -254,11 +254,12 @@ Gradients backward(Call call, const Tensor& grad_output, const Tensor& statistic
   return {grad_input, grad_weight, grad_bias, grad_residual};
 }
 
+// eps is for the second derivatives.
 Gradients batch_norm_backward(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
                               const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
-                              int64_t groups, bool training, const Name& activation, double negative_slope,
+                              int64_t groups, bool training, double eps, const Name& activation, double negative_slope,
                               const std::vector<bool>& output_mask) {
-  Call call = checked_call(groups == 0 ? Kind::Batch : Kind::Group, input, weight, bias, residual, groups, 0,
+  Call call = checked_call(groups == 0 ? Kind::Batch : Kind::Group, input, weight, bias, residual, groups, eps,
                            activation, negative_slope);
   check_statistics(call.op, statistics, statistics_shape(call), call.input);
   NORM_CHECK(output_mask.size() == 4, call.op, "output_mask must have 4 elements, but has ", output_mask.size());
@@ -342,7 +343,8 @@ MYVISION_SCHEMAS(m) {
   m.def("group_norm" GROUPS " -> Tensor");
   m.def("_group_norm_forward" GROUPS " -> (Tensor, Tensor)");
   m.def("_batch_norm_backward(Tensor grad_output, Tensor input, Tensor statistics, " AFFINE
-        ", int groups, bool training, " ACTIVATION ", bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
+        ", int groups, bool training, float eps, " ACTIVATION
+        ", bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("_batch_norm_statistics(Tensor input) -> Tensor");
   m.def("_batch_norm_given(Tensor input, Tensor statistics, " AFFINE ", " ACTIVATION ") -> Tensor");
   m.def("_batch_norm_sums(Tensor grad_output, Tensor input, Tensor statistics, " AFFINE ", " ACTIVATION ") -> Tensor");

@@ -273,15 +273,13 @@ Tensor new_parameter(const Call& call, IntArray shape, bool wanted) {
 
 Tensor new_gradient(const Call& call, bool wanted) { return wanted ? new_image(call) : Tensor(); }
 
-// Of layer_norm and, with statistics of one row, of rms_norm.
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_output, const Tensor& input,
-                                                               const Tensor& statistics, IntArray normalized_shape,
-                                                               const OptionalTensor& weight, const OptionalTensor& bias,
-                                                               const OptionalTensor& residual, bool channels_first,
-                                                               const Name& activation, double negative_slope,
-                                                               const std::vector<bool>& output_mask) {
+// Of layer_norm and, with statistics of one row, of rms_norm. eps is for the second derivatives.
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& statistics, IntArray normalized_shape,
+    const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual, bool channels_first,
+    double eps, const Name& activation, double negative_slope, const std::vector<bool>& output_mask) {
   Call call = checked_call("layer_norm", statistics.dim() == 2 && statistics.size(0) == 3, input, normalized_shape,
-                           weight, bias, residual, channels_first, 0, activation, negative_slope);
+                           weight, bias, residual, channels_first, eps, activation, negative_slope);
   NORM_CHECK(output_mask.size() == 4, call.op, "output_mask must have 4 elements, but has ", output_mask.size());
   const Gradients wanted{.input = new_gradient(call, output_mask[0]),
                          .dropped = Tensor(),
@@ -295,10 +293,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& gra
 // The gradients of dropout's input, of the residual (and of the sum), of weight and bias.
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     const Tensor& grad_output, const OptionalTensor& grad_sum, const Tensor& sum, const Tensor& statistics,
-    IntArray normalized_shape, const OptionalTensor& weight, const OptionalTensor& bias, double dropout_p,
+    IntArray normalized_shape, const OptionalTensor& weight, const OptionalTensor& bias, double eps, double dropout_p,
     const OptionalTensor& seed, const std::vector<bool>& output_mask) {
   Call call = checked_call("add_layer_norm", statistics.dim() == 2 && statistics.size(0) == 3, sum, normalized_shape,
-                           weight, bias, {}, false, 0, {}, 0);
+                           weight, bias, {}, false, eps, {}, 0);
   set_dropout(call, dropout_p, seed);
   NORM_CHECK(output_mask.size() == 4, call.op, "output_mask must have 4 elements, but has ", output_mask.size());
   const Gradients wanted{.input = new_gradient(call, output_mask[1]),
@@ -337,11 +335,12 @@ MYVISION_SCHEMAS(m) {
   m.def("_add_rms_norm_forward" ADD_RMS_NORM " -> (Tensor, Tensor, Tensor)");
   m.def(
       "_layer_norm_backward(Tensor grad_output, Tensor input, Tensor statistics, int[] normalized_shape, "
-      "Tensor? weight, Tensor? bias, Tensor? residual, bool channels_first, " ACTIVATION
+      "Tensor? weight, Tensor? bias, Tensor? residual, bool channels_first, float eps, " ACTIVATION
       ", bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_add_layer_norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor sum, Tensor statistics, "
-      "int[] normalized_shape, Tensor? weight, Tensor? bias, float dropout_p, Tensor? seed, bool[4] output_mask) -> "
+      "int[] normalized_shape, Tensor? weight, Tensor? bias, float eps, float dropout_p, Tensor? seed, bool[4] "
+      "output_mask) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
 }
 

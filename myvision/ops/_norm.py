@@ -1,0 +1,183 @@
+"""What the norms share: what they reject, the same as csrc/common/norm.h, and how autocast meets them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from myvision._autocast import register_autocast
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PARAMETERS = ("weight", "bias", "running_mean", "running_var")
+ACTIVATIONS = ("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def real_dtype(input: Tensor) -> torch.dtype:
+    """What is computed in, and what the statistics are kept in."""
+    return torch.promote_types(input.dtype, torch.float32)
+
+
+def default_rms_eps(input: Tensor) -> float:
+    return torch.finfo(real_dtype(input)).eps
+
+
+def check(op: str, holds: Any, message: Callable[[], str]) -> None:
+    torch._check(holds, lambda: f"{op}: {message()}")
+
+
+def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int], wanted: str) -> None:
+    def message() -> str:
+        return f"{name} must have {wanted}, but has shape {tuple(tensor.shape)}"
+
+    check(op, tensor.dim() == len(shape), message)
+    for size, wanted_size in zip(tensor.shape, shape, strict=True):
+        check(op, size == wanted_size, message)
+
+
+def check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+    check(
+        op,
+        tensor.device == input.device,
+        lambda: f"{name} must be on the device of input, {input.device}, but is on {tensor.device}",
+    )
+
+
+def check_floating(op: str, input: Tensor) -> None:
+    check(
+        op,
+        input.dtype in DTYPES,
+        lambda: f"input must have dtype float64, float32, float16 or bfloat16, but has {name_of(input.dtype)}",
+    )
+
+
+def check_parameter(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], input: Tensor) -> None:
+    """Weight, bias, running statistics: of input's dtype, or float32."""
+    if tensor is None:
+        return
+    check_shape(op, name, tensor, shape, f"shape {tuple(shape)}")
+    check(
+        op,
+        tensor.dtype in (input.dtype, torch.float32),
+        lambda: (
+            f"{name} must have the dtype of input, {name_of(input.dtype)}, or float32, but has {name_of(tensor.dtype)}"
+        ),
+    )
+    check_device(op, name, tensor, input)
+
+
+def check_like_input(op: str, name: str, tensor: Tensor | None, input: Tensor) -> None:
+    """A residual, a gradient of the output."""
+    if tensor is None:
+        return
+    check_shape(op, name, tensor, input.shape, f"the shape of input, {tuple(input.shape)}")
+    check(
+        op,
+        tensor.dtype == input.dtype,
+        lambda: f"{name} must have the dtype of input, {name_of(input.dtype)}, but has {name_of(tensor.dtype)}",
+    )
+    check_device(op, name, tensor, input)
+
+
+def check_eps(op: str, eps: float) -> None:
+    check(op, eps >= 0, lambda: f"eps must be at least 0, but is {eps:g}")
+
+
+def check_activation(op: str, activation: str | None) -> None:
+    check(
+        op,
+        activation is None or activation in ACTIVATIONS,
+        lambda: f"activation must be one of None, {', '.join(map(repr, ACTIVATIONS))}, but is {activation!r}",
+    )
+
+
+def check_statistics(op: str, statistics: Tensor, shape: Sequence[int], input: Tensor) -> None:
+    dtype = real_dtype(input)
+    fits = statistics.dtype == dtype and statistics.dim() == len(shape) and statistics.is_contiguous()
+    for size, wanted in zip(statistics.shape, shape, strict=False):
+        fits = fits and size == wanted
+    check(
+        op,
+        fits,
+        lambda: (
+            f"statistics must be contiguous {name_of(dtype)} of shape {tuple(shape)}, "
+            f"but are {name_of(statistics.dtype)} of shape {tuple(statistics.shape)}"
+        ),
+    )
+    check_device(op, "statistics", statistics, input)
+
+
+def check_more_than_one(what: str, input: Tensor, sizes: Sequence[int]) -> None:
+    """torch's own error where a mean would be taken of one value. A trace does not record it."""
+    if torch._C._get_tracing_state() is None and math.prod(sizes) == 1:
+        raise ValueError(f"Expected more than 1 {what} when training, got input size {input.shape}")
+
+
+def check_mask(op: str, output_mask: Sequence[bool], length: int) -> None:
+    check(
+        op,
+        len(output_mask) == length,
+        lambda: f"output_mask must have {length} elements, but has {len(output_mask)}",
+    )
+
+
+def parameter_gradient(wanted: bool, parameter: Tensor | None, shape: Sequence[int], input: Tensor) -> Tensor | None:
+    """An uninitialised gradient, of the parameter's dtype where there is one."""
+    if not wanted:
+        return None
+    return input.new_empty(shape, dtype=real_dtype(input) if parameter is None else parameter.dtype)
+
+
+def gradients_of(
+    forward: Callable[..., Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool], grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of some inputs of a differentiable function, differentiable themselves; None for the others."""
+    positions = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+
+    def of_wanted(*values: Tensor) -> Tensor:
+        varied = dict(enumerate(inputs)) | dict(zip(positions, values, strict=True))
+        return forward(*varied.values())
+
+    pullback = torch.func.vjp(of_wanted, *(inputs[i] for i in positions))[1]
+    found = dict(zip(positions, pullback(grad_output), strict=True))
+    return tuple(found.get(i) for i in range(len(inputs)))
+
+
+def argument_positions(op: torch._ops.OpOverload, *names: str) -> list[int]:
+    arguments = [argument.name for argument in op._schema.arguments]
+    return [arguments.index(name) for name in names]
+
+
+def register_norm_autocast(op: torch._ops.OpOverload, promotes: bool = False) -> None:
+    """Under autocast a norm runs in its input's dtype; parameters of yet another one are cast to float32.
+
+    Args:
+        op: the operator.
+        promotes: input and residual are added first, and so take the wider of their dtypes; otherwise the residual
+            takes the input's.
+    """
+    arguments = op._schema.arguments
+    residual = next(i for i, argument in enumerate(arguments) if argument.name == "residual")
+    parameters = [i for i, argument in enumerate(arguments) if argument.name in _PARAMETERS and not argument.is_write]
+
+    def cast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+        cast_args = list(args)
+        dtype = args[0].dtype
+        if args[residual] is not None:
+            if promotes:
+                dtype = torch.promote_types(dtype, args[residual].dtype)
+                cast_args[0] = args[0].to(dtype)
+            cast_args[residual] = args[residual].to(dtype)
+        for i in parameters:
+            if args[i] is not None and args[i].dtype not in (dtype, torch.float32):
+                cast_args[i] = args[i].to(torch.float32)
+        return cast_args
+
+    register_autocast(op, cast)

@@ -1,0 +1,90 @@
+"""Batch normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from myvision._reference.batch_norm import batch_norm as reference
+from myvision._reference.batch_norm import batch_norm_update as update_reference
+from myvision.ops._batch_norm import register, running_fakes
+from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
+from myvision.ops._norm import check_more_than_one
+
+_ops = torch.ops.myvision
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
+) -> Tensor:
+    r"""Batch normalisation with what often follows it, in as few passes over memory as there can be.
+
+    ``activation((input - mean) / sqrt(var + eps) * weight + bias + residual)``, with a mean and a variance for each
+    channel: the running ones, or, in training, those of the batch. A superset of
+    :func:`torch.nn.functional.batch_norm`.
+
+    Half types are computed in float32. Statistics hold to the last bits where values are large beside their spread. An
+    empty batch leaves the running statistics as they are. Every memory layout is read as it is, and a channels_last
+    input gives a channels_last output. Under autocast the input's dtype decides.
+
+    Args:
+        input: ``[batch, channels, ...]``, of float64, float32, float16 or bfloat16.
+        running_mean: ``[channels]``, of the input's dtype or float32, as every parameter. May be None in training.
+        running_var: ``[channels]``, likewise.
+        weight: ``[channels]``. Default: ones.
+        bias: ``[channels]``. Default: zeros.
+        training: normalise by the batch's own mean and biased variance, and move the running statistics towards the
+            mean and the unbiased variance. Default: False.
+        momentum: how far they move, 0 ... 1. Default: 0.1.
+        eps: added to the variance. Default: 1e-5.
+        residual: of the input's shape and dtype, added before the activation. Default: none.
+        activation: None, ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"hardswish"``.
+        negative_slope: of ``"leaky_relu"``. Default: 0.01.
+
+    Returns:
+        A tensor of the input's shape and dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together, the activation is unknown, eps is negative, or a
+            running statistic requires a gradient or, without ``training``, is missing.
+        ValueError: in training a channel has a single value.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.ops import batch_norm
+        >>> input, residual = torch.randn(8, 64, 56, 56), torch.randn(8, 64, 56, 56)
+        >>> running_mean, running_var = torch.zeros(64), torch.ones(64)
+        >>> batch_norm(input, running_mean, running_var, training=True, residual=residual, activation="relu").shape
+        torch.Size([8, 64, 56, 56])
+
+    Paper: `Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift
+    <https://arxiv.org/abs/1502.03167>`_.
+    """
+    affine = weight, bias, residual
+    if not training:
+        if running_mean is None or running_var is None:
+            raise RuntimeError(
+                "batch_norm: without training, running_mean and running_var must be given, but one is None"
+            )
+        return _ops.batch_norm.default(input, running_mean, running_var, *affine, eps, activation, negative_slope)
+    check_more_than_one("value per channel", input, input.shape[:1] + input.shape[2:])
+    if running_mean is None or running_var is None:
+        return _ops.batch_norm.default(input, running_mean, running_var, *affine, eps, activation, negative_slope)
+    return _ops.batch_norm.update(input, running_mean, running_var, *affine, momentum, eps, activation, negative_slope)
+
+
+_fake, _fake_update = running_fakes("batch_norm")
+register(_ops.batch_norm.default, _ops._batch_norm_forward.default, _fake, reference, lambda inputs: 0)
+register(_ops.batch_norm.update, _ops._batch_norm_forward.update, _fake_update, update_reference, lambda inputs: 0)

@@ -1,0 +1,75 @@
+"""Group normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from myvision._reference.group_norm import group_norm as reference
+from myvision.ops._batch_norm import fake_group_norm, register
+from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
+from myvision.ops._norm import check_more_than_one
+
+_ops = torch.ops.myvision
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
+) -> Tensor:
+    r"""Group normalisation with what often follows it, in as few passes over memory as there can be.
+
+    ``activation((input - mean) / sqrt(var + eps) * weight + bias + residual)``, with a mean and a variance for each
+    group of neighbouring channels of each image. A superset of :func:`torch.nn.functional.group_norm`. Numbers, layouts
+    and autocast are as for :func:`~myvision.ops.batch_norm`.
+
+    Args:
+        input: ``[batch, channels, ...]``, of float64, float32, float16 or bfloat16.
+        num_groups: into how many groups the channels are divided; a divisor of their number.
+        weight: ``[channels]``, of the input's dtype or float32. Default: ones.
+        bias: ``[channels]``, likewise. Default: zeros.
+        eps: added to the variance. Default: 1e-5.
+        residual: of the input's shape and dtype, added before the activation. Default: none.
+        activation: None, ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"hardswish"``.
+        negative_slope: of ``"leaky_relu"``. Default: 0.01.
+
+    Returns:
+        A tensor of the input's shape and dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together, ``num_groups`` is no divisor, the activation is
+            unknown, or eps is negative.
+        ValueError: a single value is to be normalised by itself.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.ops import group_norm
+        >>> group_norm(torch.randn(2, 64, 32, 32), 8, activation="silu").shape
+        torch.Size([2, 64, 32, 32])
+
+    Paper: `Group Normalization <https://arxiv.org/abs/1803.08494>`_.
+    """
+    if input.dim() >= 2 and num_groups >= 1:  # or else the operator says what is wrong
+        check_more_than_one(
+            "value per channel",
+            input,
+            (input.shape[0] * input.shape[1] // num_groups, *input.shape[2:]),
+        )
+    return _ops.group_norm.default(input, num_groups, weight, bias, residual, eps, activation, negative_slope)
+
+
+register(
+    _ops.group_norm.default,
+    _ops._group_norm_forward.default,
+    fake_group_norm,
+    reference,
+    groups=lambda inputs: inputs[1],
+)
