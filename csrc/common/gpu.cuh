@@ -76,6 +76,7 @@ namespace myvision {
 // What arithmetic on T runs in.
 template <typename T>
 using RealOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+inline int64_t real_size(Dtype dtype) { return dtype == Dtype::Float64 ? sizeof(double) : sizeof(float); }
 
 __device__ __forceinline__ double to_real(double value) { return value; }
 __device__ __forceinline__ float to_real(float value) { return value; }
@@ -124,6 +125,23 @@ __device__ __forceinline__ void store_vector(T* data, const Pack<T, kWidth>& pac
 }
 #endif
 
+// A pack whose elements lie `stride` apart; one access where they are neighbours.
+template <int kWidth, typename T>
+__device__ __forceinline__ Pack<T, kWidth> load_pack(const T* data, int64_t stride) {
+  if (stride == 1) return load_vector<kWidth>(data);
+  Pack<T, kWidth> pack;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) pack.value[i] = data[i * stride];
+  return pack;
+}
+
+template <int kWidth, typename T>
+__device__ __forceinline__ void store_pack(T* data, int64_t stride, const Pack<T, kWidth>& pack) {
+  if (stride == 1) return store_vector(data, pack);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) data[i * stride] = pack.value[i];
+}
+
 // ---- grids ----------------------------------------------------------------------------------------------------------
 
 // Every kernel loops until its work is done, whatever the grid.
@@ -133,9 +151,10 @@ inline constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's x dimension
 inline constexpr int kWalkThreads = 256;         // of a block that walks over elements, one per thread and step
 inline constexpr int64_t kWalkBlocks = 1 << 16;  // fills any GPU many times over
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline unsigned blocks_for(int64_t pieces) { return static_cast<unsigned>(std::min(pieces, kMaxBlocks)); }
 inline unsigned walk_blocks(int64_t elements) {
-  return blocks_for(std::min((elements + kWalkThreads - 1) / kWalkThreads, kWalkBlocks));
+  return blocks_for(std::min(ceil_div(elements, kWalkThreads), kWalkBlocks));
 }
 
 __device__ __forceinline__ int64_t global_thread() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
@@ -148,6 +167,8 @@ __device__ __forceinline__ int64_t divide(int64_t a, int64_t b) {
 }
 
 // ---- reductions -----------------------------------------------------------------------------------------------------
+
+inline constexpr int kMaxStridedSums = 256;  // of all warps of a block, in strided_sum
 
 // Of all lanes, in every lane: each adds in the same order.
 template <typename Real>
@@ -168,6 +189,43 @@ __device__ __forceinline__ Real block_sum(Real value) {
   value = warp_sums[0];
 #pragma unroll
   for (int warp = 1; warp < kThreads / kWarpSize; ++warp) value += warp_sums[warp];
+  return value;
+}
+
+// Two sums that are taken together.
+template <typename Real>
+struct Pair {
+  Real first, second;
+
+  __device__ __forceinline__ void operator+=(const Pair& other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
+template <typename Real>
+__device__ __forceinline__ Pair<Real> shuffle_xor(const Pair<Real>& value, int lane_mask) {
+  return {shuffle_xor(value.first, lane_mask), shuffle_xor(value.second, lane_mask)};
+}
+
+// Of the `count` threads whose numbers differ by multiples of `stride` alone, in each of them: so many sums at once.
+// Both are powers of two, the same for the whole block, and count * stride divides its size.
+template <typename Value>
+__device__ __forceinline__ Value strided_sum(Value value, int stride, int count) {
+  MYVISION_SHARED(Value, sums, [kMaxStridedSums]);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  for (int distance = stride; distance < min(stride * count, kWarpSize); distance *= 2) {
+    value += shuffle_xor(value, distance);
+  }
+  if (stride * count <= kWarpSize) return value;
+  const int kept = min(stride, kWarpSize);  // sums of a warp
+  const int warps = stride * count / kWarpSize, step = max(stride / kWarpSize, 1);
+  __syncthreads();  // the readers of an earlier call are done
+  if (lane < kept) sums[warp * kept + lane] = value;
+  __syncthreads();
+  const int first = warp / warps * warps + warp % step;
+  value = sums[first * kept + lane % kept];
+  for (int i = step; i < warps; i += step) value += sums[(first + i) * kept + lane % kept];
   return value;
 }
 

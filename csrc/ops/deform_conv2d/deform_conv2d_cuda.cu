@@ -27,7 +27,6 @@ using BackwardTile =
 template <typename Real>
 using OrderedTile = Tile<Real, 32, 64, 4, 4>;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t align(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
 int64_t depth_of(const DeformConv2dParams& params) {
@@ -120,8 +119,6 @@ int64_t input_gradient_bytes(const DeformConv2dParams& params, const DeformConv2
   if (!accumulates_in_workspace(params, gradients)) return 0;
   return images_of_part(params, gradients) * image_count(params) * sizeof(float);
 }
-
-int64_t real_size(Dtype dtype) { return dtype == Dtype::Float64 ? sizeof(double) : sizeof(float); }
 
 // Into how many parts the sum over pixels that is the weight's gradient is split: the same on every GPU, so that
 // results are the same too.

@@ -11,6 +11,7 @@
 
 #include "common/activation.h"
 #include "common/dtype.h"
+#include "common/host_device.h"
 #include "common/strided.h"
 
 namespace myvision {
@@ -45,7 +46,7 @@ struct LayerNormGradients {
   void* bias;    // Real[channels]
 };
 
-inline int64_t number_of_rows(const LayerNormParams& p) { return p.batch * p.height * p.width; }
+MYVISION_HOST_DEVICE int64_t number_of_rows(const LayerNormParams& p) { return p.batch * p.height * p.width; }
 
 // Bytes of device memory that the launcher below wants as its workspace.
 int64_t layer_norm_backward_cuda_workspace(const LayerNormParams& params, const LayerNormGradients& gradients);

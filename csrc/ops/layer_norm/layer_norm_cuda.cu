@@ -1,12 +1,133 @@
-// Launches layer_norm's kernels.
+// Launches layer_norm's kernels: chooses tiles, and how backward cuts the rows.
+#include <initializer_list>
+
 #include "ops/layer_norm/layer_norm_kernel.cuh"
 
 namespace myvision {
+namespace {
 
-const char* layer_norm_forward_cuda(const LayerNormParams&, void*) { return "not there yet"; }
-int64_t layer_norm_backward_cuda_workspace(const LayerNormParams&, const LayerNormGradients&) { return 0; }
-const char* layer_norm_backward_cuda(const LayerNormParams&, const LayerNormGradients&, void*, void*) {
-  return "not there yet";
+constexpr int kRowThreads = 256;         // of a block, unless a row takes more
+constexpr int64_t kWantedBlocks = 1024;  // of backward: more would only make more partial sums
+constexpr int64_t kMaxHeldBytes = kUnaskedSharedBytes - kMaxStridedSums * sizeof(Pair<double>);
+constexpr int64_t kLeastSteps = 4;  // rows of a slot in a part, so that partial sums are few beside the rows
+
+bool runs_across(const LayerNormParams& params) { return params.input.stride[1] != 1 && params.channels > 1; }
+
+// How a call's tensors are walked.
+struct Layout {
+  bool packs;
+  LayerNormPlan plan;
+};
+
+bool walks_by_packs(const LayerNormParams& params, std::initializer_list<Strided4> others) {
+  const int dim = runs_across(params) ? 3 : 1, width = static_cast<int>(kVectorBytes / size_of(params.dtype));
+  const int64_t sizes[] = {params.batch, params.channels, params.height, params.width};
+  bool packs = params.input.stride[dim] == 1 && sizes[dim] % width == 0 && is_vector_aligned(params.weight) &&
+               is_vector_aligned(params.bias) && holds_packs(params.input, dim, width, sizes);
+  for (const Strided4& tensor : others) packs = packs && holds_packs(tensor, dim, width, sizes);
+  return packs;
+}
+
+Tile tile_of(const LayerNormPlan& plan, bool across, bool packs, int64_t held) {
+  const int64_t members = ceil_div(plan.length, held);
+  if (across) {
+    const int slots = power_of_two(plan.rows, 1, packs ? 8 : 16);  // as much as memory moves at once
+    return {power_of_two(members, kRowThreads / slots, kMaxRowThreads / slots), slots, true};
+  }
+  const int least = power_of_two(plan.length, 1, 8);  // for the same reason
+  const int power = power_of_two(members, least, kMaxRowThreads);
+  return {power, std::max(kRowThreads / power, 1), false};
+}
+
+Layout layout_of(const LayerNormParams& params, std::initializer_list<Strided4> others) {
+  const bool across = runs_across(params), packs = walks_by_packs(params, others);
+  const int64_t width = packs ? kVectorBytes / size_of(params.dtype) : 1;
+  LayerNormPlan plan{};
+  plan.rows = number_of_rows(params) / (across ? width : 1);
+  plan.length = params.channels / (across ? 1 : width);
+  plan.tile = tile_of(plan, across, packs, held_packs(real_size(params.dtype), width));
+  return {packs, plan};
+}
+
+int threads_of(const Tile& tile) { return tile.members * tile.slots; }
+unsigned row_blocks(const LayerNormPlan& plan) { return blocks_for(ceil_div(plan.rows, plan.tile.slots)); }
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+template <typename T>
+const char* forward(const LayerNormParams& params, GpuStream stream) {
+  auto [packs, plan] = layout_of(params, {params.addend, params.sum, params.residual, params.output});
+  const int64_t pack_bytes = packs ? kVectorBytes : sizeof(T);
+  const int64_t bytes = ceil_div(plan.length, plan.tile.members) * threads_of(plan.tile) * pack_bytes;
+  plan.fits = bytes <= kMaxHeldBytes;
+  with_packs<T>(packs, plan.tile.across, [&](auto width, auto sets) {
+    MYVISION_LAUNCH_WITH_SHARED((layer_norm_forward<T, width, sets>), row_blocks(plan), threads_of(plan.tile),
+                                plan.fits ? static_cast<int>(bytes) : 0, stream, params, plan);
+  });
+  return launch_error();
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+Layout backward_layout(const LayerNormParams& params, const LayerNormGradients& gradients) {
+  auto [packs, plan] = layout_of(params, {params.residual, gradients.output, gradients.sum, gradients.input,
+                                          gradients.dropped, gradients.residual});
+  const int64_t width = packs ? kVectorBytes / size_of(params.dtype) : 1;
+  plan.chunks = ceil_div(plan.length, plan.tile.members * held_packs(real_size(params.dtype), width));
+  const int64_t steps = ceil_div(plan.rows, plan.tile.slots);
+  plan.part_rows = std::max(ceil_div(steps * plan.chunks, kWantedBlocks), kLeastSteps) * plan.tile.slots;
+  plan.parts = ceil_div(plan.rows, plan.part_rows);
+  return {packs, plan};
+}
+
+// Pairs of sums in the workspace: those of channels, behind them those of rows.
+int64_t channel_sums(const LayerNormParams& params, const LayerNormGradients& gradients, const LayerNormPlan& plan) {
+  return gradients.weight || gradients.bias ? plan.parts * plan.tile.slots * params.channels : 0;
+}
+int64_t row_sums(const LayerNormParams& params, const LayerNormPlan& plan) {
+  return plan.chunks > 1 ? number_of_rows(params) : 0;
+}
+
+template <typename T>
+const char* backward(const LayerNormParams& params, const LayerNormGradients& gradients, void* workspace,
+                     GpuStream stream) {
+  const Layout layout = backward_layout(params, gradients);
+  const LayerNormPlan& plan = layout.plan;
+  auto* partial = static_cast<Pair<RealOf<T>>*>(workspace);
+  auto* of_rows = row_sums(params, plan) ? partial + channel_sums(params, gradients, plan) : nullptr;
+  if (!channel_sums(params, gradients, plan)) partial = nullptr;
+  with_packs<T>(layout.packs, plan.tile.across, [&](auto width, auto sets) {
+    if (of_rows) {
+      MYVISION_LAUNCH((layer_norm_backward_sums<T, width, sets>), row_blocks(plan), threads_of(plan.tile), stream,
+                      params, gradients, plan, of_rows);
+    }
+    MYVISION_LAUNCH((layer_norm_backward<T, width, sets>), blocks_for(plan.parts * plan.chunks), threads_of(plan.tile),
+                    stream, params, gradients, plan, of_rows, partial);
+  });
+  if (partial) {
+    launch_sum_columns(partial, plan.parts * plan.tile.slots, params.channels, nullptr, gradients.bias,
+                       gradients.weight, stream);
+  }
+  return launch_error();
+}
+
+}  // namespace
+
+int64_t layer_norm_backward_cuda_workspace(const LayerNormParams& params, const LayerNormGradients& gradients) {
+  const LayerNormPlan plan = backward_layout(params, gradients).plan;
+  return (channel_sums(params, gradients, plan) + row_sums(params, plan)) * 2 * real_size(params.dtype);
+}
+
+const char* layer_norm_forward_cuda(const LayerNormParams& params, void* stream) {
+  return visit_floating(
+      params.dtype, [&](auto element) { return forward<decltype(element)>(params, static_cast<GpuStream>(stream)); });
+}
+
+const char* layer_norm_backward_cuda(const LayerNormParams& params, const LayerNormGradients& gradients,
+                                     void* workspace, void* stream) {
+  return visit_floating(params.dtype, [&](auto element) {
+    return backward<decltype(element)>(params, gradients, workspace, static_cast<GpuStream>(stream));
+  });
 }
 
 }  // namespace myvision

@@ -39,15 +39,6 @@ __global__ void my_add_contiguous(const T* x, const T* y, T* output, int64_t siz
   }
 }
 
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> load_pack(const T* data, int64_t stride) {
-  if (stride == 1) return load_vector<kWidth>(data);
-  Pack<T, kWidth> pack;
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) pack.value[i] = data[i * stride];
-  return pack;
-}
-
 // Any strides. A thread's unit is a pack along dimension 0: params count that dimension, size and strides, in packs of
 // kWidth elements, and every other stride in elements.
 template <typename T, int kWidth>
@@ -62,8 +53,8 @@ __global__ void my_add_strided(const MyAddParams params, int64_t packs) {
       output += index * params.output_stride[dim];
       rest = next;
     }
-    const auto x_pack = load_pack<T, kWidth>(static_cast<const T*>(params.x) + x, params.x_stride[0] / kWidth);
-    const auto y_pack = load_pack<T, kWidth>(static_cast<const T*>(params.y) + y, params.y_stride[0] / kWidth);
+    const auto x_pack = load_pack<kWidth>(static_cast<const T*>(params.x) + x, params.x_stride[0] / kWidth);
+    const auto y_pack = load_pack<kWidth>(static_cast<const T*>(params.y) + y, params.y_stride[0] / kWidth);
     store_vector(static_cast<T*>(params.output) + output, twice_plus(x_pack, y_pack));
   }
 }
