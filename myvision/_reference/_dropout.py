@@ -24,7 +24,7 @@ def dropout(input: Tensor, p: float, seed: Tensor | None) -> Tensor:
     if seed is None or p == 0:
         return real(input)
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    return real(input) * torch.where(keep_mask(input, p, seed), scale, 0.0)
+    return real(input) * keep_mask(input, p, seed) * scale
 
 
 def keep_mask(input: Tensor, p: float, seed: Tensor) -> Tensor:
