@@ -1,7 +1,8 @@
 """Export to ONNX with every operator of myvision as one node.
 
-``deform_conv2d`` becomes ONNX's own ``DeformConv``. ``my_add``, which ONNX does not have, becomes ``myvision::my_add``,
-and the model carries its function body, so any runtime runs it. Needs the packages of the extra ``myvision[onnx]``.
+``deform_conv2d`` becomes ONNX's own ``DeformConv``; a norm becomes ONNX's own node with Add and the activation behind,
+or its formula where ONNX has no such node. ``my_add``, which ONNX does not have, becomes ``myvision::my_add``, and the
+model carries its function body, so any runtime runs it. Needs the packages of the extra ``myvision[onnx]``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+
+from myvision._onnx_norms import UnsupportedError, norm_translations
 
 __all__ = ["DEFAULT_OPSET", "add_function_bodies", "export", "translation_table"]
 
@@ -31,10 +34,6 @@ _MY_ADD_TYPES = ("double", "float", "float16", "bfloat16", "int64", "int32", "in
 
 Value = Any  # a value of the graph that onnxscript builds
 Translation = Callable[..., Value]
-
-
-class _UnsupportedError(ValueError):
-    """An operator that the ONNX version asked for cannot express."""
 
 
 def translation_table(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Translation]:
@@ -65,6 +64,7 @@ def translation_table(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Tr
     return {
         operators.my_add.default: _my_add_translation(opset),
         operators.deform_conv2d.default: _deform_conv2d_translation(opset),
+        **norm_translations(opset),
     }
 
 
@@ -200,9 +200,9 @@ def _deform_conv2d_translation(opset: int) -> Translation:
         offset_groups: int,
     ) -> Value:
         if opset < 19:
-            raise _UnsupportedError(f"deform_conv2d needs ONNX opset 19 or later, got opset_version={opset}")
+            raise UnsupportedError(f"deform_conv2d needs ONNX opset 19 or later, got opset_version={opset}")
         if opset < 22 and input.dtype.name == "BFLOAT16":
-            raise _UnsupportedError(f"deform_conv2d of bfloat16 needs ONNX opset 22 or later, got {opset}")
+            raise UnsupportedError(f"deform_conv2d of bfloat16 needs ONNX opset 22 or later, got {opset}")
         return op.DeformConv(
             input,
             weight,
@@ -229,8 +229,8 @@ def _check_arguments(*, dynamo: bool = True, verify: bool = False, **_: Any) -> 
         )
 
 
-def _own_cause(error: BaseException | None) -> _UnsupportedError | None:
+def _own_cause(error: BaseException | None) -> UnsupportedError | None:
     """Find our own error among the causes of one that torch wrapped around it."""
-    while error is not None and not isinstance(error, _UnsupportedError):
+    while error is not None and not isinstance(error, UnsupportedError):
         error = error.__cause__
     return error
