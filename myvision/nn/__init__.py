@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from myvision.nn.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from myvision.nn.group_norm import GroupNorm
+from myvision.nn.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
+from myvision.nn.layer_norm import AddLayerNorm, LayerNorm
 from myvision.nn.my_add import MyAdd
+from myvision.nn.rms_norm import AddRMSNorm, RMSNorm
+from myvision.nn.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from myvision.nn.deform_conv2d import DeformConv2d, DeformConv2dPack
+    from myvision.nn.frozen_batch_norm import FrozenBatchNorm2d
 
-__all__ = ["DeformConv2d", "DeformConv2dPack", "MyAdd"]
+__all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "DeformConv2d",
+    "DeformConv2dPack",
+    "FrozenBatchNorm2d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "MyAdd",
+    "RMSNorm",
+    "SyncBatchNorm",
+]
+
+_SUBCLASSES_OF_TORCHVISION = {
+    "DeformConv2d": "deform_conv2d",
+    "DeformConv2dPack": "deform_conv2d",
+    "FrozenBatchNorm2d": "frozen_batch_norm",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Loads the modules that subclass torchvision's on first use: importing torchvision takes as long as torch."""
-    if name in __all__:
-        from myvision.nn import deform_conv2d
-
-        return getattr(deform_conv2d, name)
+    if name in _SUBCLASSES_OF_TORCHVISION:
+        return getattr(import_module(f"myvision.nn.{_SUBCLASSES_OF_TORCHVISION[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
