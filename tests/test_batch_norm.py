@@ -1,0 +1,150 @@
+"""batch_norm: what sets it apart from the other norms, which is its running statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import num_threads, random_tensor, with_layout
+from norm_cases import Case
+
+from myvision._reference.batch_norm import batch_norm_update as reference_update
+from myvision.ops import batch_norm
+
+SHAPES = [(4, 6), (4, 6, 7), (3, 6, 5, 4), (2, 6, 2, 3, 4)]
+
+
+def statistics(
+    channels: int = 6, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = random_tensor(channels, dtype=dtype, device=device, seed=4)
+    return mean, random_tensor(channels, dtype=dtype, device=device, seed=5).abs() + 0.5
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
+def test_is_torchs_function(shape: tuple[int, ...], training: bool, momentum: float, device: str) -> None:
+    input, weight, bias = random_tensor(*shape, device=device), *statistics(device=device)
+    ours, theirs = (statistics(device=device) for _ in range(2))
+    expected = F.batch_norm(input, *theirs, weight, bias, training, momentum)
+    torch.testing.assert_close(batch_norm(input, *ours, weight, bias, training, momentum), expected)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_defaults_are_torchs() -> None:
+    input, (mean, var) = random_tensor(3, 6, 5), statistics()
+    torch.testing.assert_close(batch_norm(input, mean, var), F.batch_norm(input, mean, var))
+    expected = F.batch_norm(input, None, None, training=True)
+    torch.testing.assert_close(batch_norm(input, None, None, training=True), expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted", "sliced"])
+@pytest.mark.parametrize("statistics_dtype", [None, torch.float32])
+def test_running_statistics(
+    floating_dtype: torch.dtype, statistics_dtype: torch.dtype | None, layout: str, device: str
+) -> None:
+    """Unbiased, of the input's type or float32, and right to the last digit but one."""
+    input = with_layout(random_tensor(4, 6, 5, 9, dtype=floating_dtype, device=device) * 3 + 1, layout)
+    running = statistics(6, statistics_dtype or floating_dtype, device)
+    expected = tuple(t.double() for t in running)
+    batch_norm(input, *running, None, None, True, 0.3)
+    reference_update(input.double(), *expected, None, None, None, 0.3, 1e-5, None, 0.0)
+    tolerance = 4 * torch.finfo(running[0].dtype).eps
+    for actual, oracle in zip(running, expected, strict=True):
+        torch.testing.assert_close(actual.double(), oracle, rtol=tolerance, atol=tolerance)
+
+
+def test_statistics_are_those_before_the_activation(device: str) -> None:
+    input, residual = random_tensor(3, 6, 5, 4, device=device), random_tensor(3, 6, 5, 4, device=device, seed=1)
+    plain, fused = statistics(device=device), statistics(device=device)
+    batch_norm(input, *plain, training=True)
+    batch_norm(input, *fused, training=True, residual=residual, activation="relu")
+    assert all(torch.equal(a, b) for a, b in zip(plain, fused, strict=True))
+
+
+def test_statistics_far_from_zero(device: str) -> None:
+    input = random_tensor(8, 3, 50, device=device) * 1e-2 + 1e4
+    mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
+    batch_norm(input, mean, var, training=True, momentum=1.0)
+    torch.testing.assert_close(mean.double(), input.double().mean((0, 2)), rtol=1e-7, atol=0)
+    torch.testing.assert_close(var.double(), input.double().var((0, 2)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 5, 4), (3, 6, 0, 4)], ids=str)
+def test_empty_batches_leave_the_statistics(shape: tuple[int, ...], device: str) -> None:
+    running, before = statistics(device=device), statistics(device=device)
+    input = torch.empty(shape, device=device, requires_grad=True)
+    output = batch_norm(input, *running, training=True, activation="silu")
+    output.sum().backward()
+    assert output.shape == shape
+    assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
+
+
+def test_evaluation_leaves_the_statistics(device: str) -> None:
+    running, before = statistics(device=device), statistics(device=device)
+    batch_norm(random_tensor(3, 6, 5, device=device), *running)
+    assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
+
+
+def test_updates_count_as_changes() -> None:
+    """So that a graph that kept the statistics from before refuses to use them."""
+    mean, var = statistics()
+    input = random_tensor(3, 6, 5).requires_grad_()
+    output = batch_norm(input, mean, var)
+    before = mean._version
+    batch_norm(input.detach(), mean, var, training=True)
+    assert mean._version > before
+    del output
+
+
+def test_gradients_flow_while_statistics_are_updated(device: str) -> None:
+    case = Case("batch_norm")
+    input, weight, bias, residual, *_ = case.tensors(torch.float64, device)
+    leaves = [t.requires_grad_() for t in (input, weight, bias, residual)]
+    grad_output = case.grad_outputs(torch.float64, device)[0]
+    output = batch_norm(
+        input, *statistics(6, torch.float64, device), weight, bias, True, residual=residual, activation="gelu"
+    )
+    actual = torch.autograd.grad(output, leaves, grad_output)
+    expected = case.but(activation="gelu").gradients([*leaves, None, None], [grad_output], reference=True)
+    torch.testing.assert_close(list(actual), expected)
+
+
+def test_double_backward_while_statistics_are_updated() -> None:
+    mean, var = statistics(4, torch.float64)
+    inputs = [t.requires_grad_() for t in Case("batch_norm", (2, 4, 3)).tensors(torch.float64)[:3]]
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return batch_norm(tensors[0], mean.clone(), var.clone(), *tensors[1:], True, activation="silu")
+
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (1, 6, 1), (1, 6, 1, 1)], ids=str)
+def test_one_value_per_channel_is_torchs_error(shape: tuple[int, ...]) -> None:
+    input = torch.ones(shape)
+    for function in (batch_norm, F.batch_norm):
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            function(input, None, None, training=True)
+    assert batch_norm(input, *statistics()).shape == shape
+
+
+def test_statistics_do_not_depend_on_threads() -> None:
+    input = random_tensor(5, 70, 67, 61)
+    results = []
+    for count in (1, 2, 3):
+        running = statistics(70)
+        with num_threads(count):
+            batch_norm(input, *running, training=True)
+        results.append(running)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_evaluation_without_statistics_is_refused() -> None:
+    with pytest.raises((RuntimeError, ValueError), match="running_mean"):
+        batch_norm(torch.ones(2, 3, 4), None, None)
+    with pytest.raises((RuntimeError, ValueError), match="running_var"):
+        batch_norm(torch.ones(2, 3, 4), torch.zeros(3), None, training=True)
