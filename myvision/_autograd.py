@@ -134,6 +134,22 @@ def _register_lean(derivative: _Derivative) -> None:
             return raw(*args)
 
     _implement(derivative.op, "Autograd", _counting_writes(derivative.op, differentiable))
+    if derivative.forward:
+        _register_lean(_of_forward(derivative, derivative.forward))
+
+
+def _of_forward(derivative: _Derivative, forward: torch._ops.OpOverload) -> _Derivative:
+    """The derivative of the operator that runs in op's place, which an outer level of torch.func differentiates."""
+    count = len(derivative.op._schema.returns)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        derivative.setup_context(ctx, inputs, results)
+        ctx.mark_non_differentiable(*results[count:])
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return derivative.backward(ctx, *grads[:count])
+
+    return _Derivative(forward, setup_context, backward, jvp=None, composite=None, forward=None)
 
 
 def _counting_writes(op: torch._ops.OpOverload, kernel: Formula, first: int = 0) -> Formula:
