@@ -16,7 +16,17 @@ from helpers import REPOSITORY, random_tensor
 from torch import Tensor
 
 import myvision
-from myvision.ops import deform_conv2d, my_add
+from myvision.ops import (
+    add_layer_norm,
+    add_rms_norm,
+    batch_norm,
+    deform_conv2d,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    my_add,
+    rms_norm,
+)
 
 ROW = 2**15
 PAST_32_BITS = 2**31 + 64 * ROW  # elements, a whole number of rows and of halves of them
@@ -46,11 +56,68 @@ def broadcast_addends(dtype: torch.dtype, device: str) -> list[Tensor]:
     return [x.t(), y[0, :, None]]
 
 
+def tensors(*shapes: tuple[int, ...]) -> Callable[[torch.dtype, str], list[Tensor]]:
+    return lambda dtype, device: [
+        random_tensor(*shape, dtype=dtype, device=device, seed=seed) for seed, shape in enumerate(shapes)
+    ]
+
+
+def normalise_images(inputs: list[Tensor]) -> Tensor:
+    x, weight, bias, residual = inputs
+    return batch_norm(x, None, None, weight, bias, training=True, residual=residual, activation="relu")
+
+
+def normalise_by_running_statistics(inputs: list[Tensor]) -> Tensor:
+    x, weight, bias, residual = inputs
+    running = torch.full_like(bias, 0.5), torch.full_like(bias, 2)
+    return batch_norm(x, *running, weight, bias, residual=residual, activation="silu")
+
+
+def add_and_normalise(inputs: list[Tensor]) -> Tensor:
+    x, weight, bias, residual = inputs
+    output, total = add_layer_norm(x, residual, 96, weight, bias)
+    return output + total
+
+
+def drop_add_and_normalise(inputs: list[Tensor]) -> Tensor:
+    x, weight, bias, residual = inputs
+    seed = torch.full((), 7, device=x.device)  # the same in every call
+    output, total = torch.ops.myvision.add_layer_norm.default(x, residual, [96], weight, bias, 1e-5, 0.3, seed)
+    return output + total
+
+
 CONVOLUTION = Case(batch=3, in_channels=16, out_channels=24, image=(20, 21), groups=2, offset_groups=2)
+IMAGES = tensors((3, 16, 9, 12), (16,), (16,), (3, 16, 9, 12))
+ROWS = tensors((7, 5, 96), (96,), (96,), (7, 5, 96))
+LONG_ROWS = tensors((3, 30000), (30000,), (30000,))
 CALLS = {  # by operator, and what is special
+    "add_layer_norm": Call(ROWS, add_and_normalise),
+    "add_layer_norm, dropout": Call(ROWS, drop_add_and_normalise),
+    "add_rms_norm": Call(ROWS, lambda inputs: add_rms_norm(inputs[0], inputs[3], 96, inputs[1])[0] + inputs[2]),
+    "batch_norm": Call(IMAGES, normalise_images),
+    "batch_norm, channels_last": Call(
+        IMAGES, lambda inputs: normalise_images([inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:]])
+    ),
+    "batch_norm, running statistics": Call(IMAGES, normalise_by_running_statistics),
     "deform_conv2d": Call(CONVOLUTION.tensors, CONVOLUTION.run),
+    "group_norm": Call(
+        IMAGES, lambda inputs: group_norm(inputs[0], 4, *inputs[1:3], residual=inputs[3], activation="gelu")
+    ),
+    "instance_norm": Call(
+        IMAGES, lambda inputs: instance_norm(inputs[0], None, None, *inputs[1:3], residual=inputs[3])
+    ),
+    "layer_norm": Call(
+        ROWS, lambda inputs: layer_norm(inputs[0], 96, *inputs[1:3], residual=inputs[3], activation="gelu_tanh")
+    ),
+    "layer_norm, channels first": Call(
+        IMAGES, lambda inputs: layer_norm(inputs[0], 16, *inputs[1:3], residual=inputs[3], channels="first")
+    ),
+    "layer_norm, long rows": Call(LONG_ROWS, lambda inputs: layer_norm(inputs[0], 30000, *inputs[1:])),
     "my_add": Call(addends, lambda inputs: my_add(*inputs)),
     "my_add, broadcast": Call(broadcast_addends, lambda inputs: my_add(*inputs)),
+    "rms_norm": Call(
+        ROWS, lambda inputs: rms_norm(inputs[0], 96, inputs[1], residual=inputs[3], activation="hardswish") + inputs[2]
+    ),
 }
 
 
@@ -198,3 +265,30 @@ def test_deform_conv2d_of_a_large_output(gpu: str) -> None:
     (gradient,) = torch.autograd.grad(output, weight, grad_output)
     expected = input[0, 0, -1].float().sum().half().expand_as(gradient)
     torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_layer_norm_of_many_rows(gpu: str) -> None:
+    need_memory(gpu, 24)
+    x = torch.randn(PAST_32_BITS // ROW, ROW, dtype=torch.float16, device=gpu).requires_grad_()
+    grad_output = torch.randn_like(x)
+    output = layer_norm(x, ROW)
+    (gradient,) = torch.autograd.grad(output, x, grad_output)
+    for rows in torch.arange(len(x)).split(len(x) // 16):
+        part = x.detach()[rows].float().requires_grad_()
+        expected = torch.nn.functional.layer_norm(part, (ROW,))
+        torch.testing.assert_close(output[rows].float(), expected, rtol=2e-3, atol=2e-3)
+        (expected,) = torch.autograd.grad(expected, part, grad_output[rows].float())
+        torch.testing.assert_close(gradient[rows].float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_batch_norm_of_a_large_input(memory_format: torch.memory_format, gpu: str) -> None:
+    """Rows of 1 and of 3 in turn: the mean is 2 and the variance 1."""
+    need_memory(gpu, 24)
+    shape = (2, 8, PAST_32_BITS // ROW, ROW // 16)
+    x = torch.ones(shape, dtype=torch.float16, device=gpu).to(memory_format=memory_format)
+    x[:, :, 1::2] = 3
+    output = batch_norm(x.requires_grad_(), None, None, training=True)
+    assert all(torch.equal(rows, part - 2) for rows, part in zip(output.split(1024, 2), x.split(1024, 2), strict=True))
+    (gradient,) = torch.autograd.grad(output, x, torch.ones_like(output))
+    assert gradient.abs().max() < 1e-3

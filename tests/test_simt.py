@@ -100,6 +100,18 @@ def test_conversions_are_those_of_torch(words: dict[str, np.ndarray], name: str,
 
 
 @pytest.mark.parametrize("warp_size", emulation.WARP_SIZES)
+def test_strided_sum_adds_up_threads_that_are_a_stride_apart(warp_size: int) -> None:
+    threads = 4 * warp_size
+    numbers = np.array([number(place) for place in range(threads)])
+    sums = iter(dump(Emulator(warp_size, "none"))["strided_sum float"].view(np.float32).reshape(-1, threads))
+    powers = [2**i for i in range(threads.bit_length())]
+    for stride, count in [(stride, count) for stride in powers for count in powers if stride * count <= threads]:
+        groups = numbers.reshape(-1, count, stride).sum(axis=1, keepdims=True)
+        np.testing.assert_array_equal(next(sums), np.broadcast_to(groups, (len(groups), count, stride)).reshape(-1))
+    assert next(sums, None) is None
+
+
+@pytest.mark.parametrize("warp_size", emulation.WARP_SIZES)
 @pytest.mark.parametrize("order", ["reverse", "random", "warp"])
 @pytest.mark.parametrize("copies", ["lazy", "eager"])
 def test_nothing_depends_on_the_order_of_threads(warp_size: int, order: str, copies: str) -> None:

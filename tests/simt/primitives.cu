@@ -6,6 +6,7 @@
 //   diff <(./on_gpu) <(./emulated)
 // with the directory that torch.utils.cpp_extension.include_paths() names first. All sums are exact, as their order
 // differs.
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -101,6 +102,19 @@ template <typename T>
 __global__ void block_sums(uint32_t* words) {
   const T sum = block_sum<kThreads>(number_as<T>(threadIdx.x));
   write(words, sum + block_sum<kThreads>(number_as<T>(2 * threadIdx.x)));
+}
+
+constexpr int kPowers = std::bit_width(unsigned(kThreads));
+constexpr int kSums = kPowers * (kPowers + 1) / 2;  // pairs of a stride and a count
+
+template <typename T>
+__global__ void strided_sums(uint32_t* words) {
+  constexpr size_t kWords = kThreads * sizeof(T) / sizeof(*words);
+  for (int stride = 1; stride <= kThreads; stride *= 2) {
+    for (int count = 1; stride * count <= kThreads; count *= 2, words += kWords) {
+      write(words, strided_sum(Pair<T>{number_as<T>(threadIdx.x), T(1)}, stride, count).first);
+    }
+  }
 }
 
 template <typename T>
@@ -237,6 +251,8 @@ void dump_all() {
   dump("shuffle double", shuffles<double>, kThreads, 2 * kThreads);
   dump("block_sum float", block_sums<float>, kThreads, kThreads);
   dump("block_sum double", block_sums<double>, kThreads, 2 * kThreads);
+  dump("strided_sum float", strided_sums<float>, kThreads, kSums * kThreads);
+  dump("strided_sum double", strided_sums<double>, kThreads, 2 * kSums * kThreads);
   dump("atomic_add int", atomic_adds<int>, kThreads, 3);
   dump("atomic_add float", atomic_adds<float>, kThreads, 3);
   dump("atomic_add double", atomic_adds<double>, kThreads, 6);

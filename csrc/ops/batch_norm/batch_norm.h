@@ -55,7 +55,9 @@ struct BatchNormGradients {
   void* sums;
 };
 
-MYVISION_HOST_DEVICE int64_t number_of_groups(const BatchNormParams& p) { return p.groups == 0 ? p.channels : p.batch * p.groups; }
+MYVISION_HOST_DEVICE int64_t number_of_groups(const BatchNormParams& p) {
+  return p.groups == 0 ? p.channels : p.batch * p.groups;
+}
 
 // Bytes of device memory that the launchers below want as their workspace.
 int64_t batch_norm_forward_cuda_workspace(const BatchNormParams& params);
