@@ -34,6 +34,11 @@ struct Statistics {
   __device__ __forceinline__ Real normalize(Real x) const { return (x - mean) * rstd - rest * rstd; }
 };
 
+template <typename Real>
+__device__ __forceinline__ Real rstd_of(Real variance, Real eps) {
+  return 1 / std::sqrt(variance + eps);
+}
+
 // ---- packs ----------------------------------------------------------------------------------------------------------
 // A pack holds kWidth neighbours in memory. They belong to kSets sets of numbers, element j to set j % kSets: to one
 // where memory runs along a set, each to another where it runs across them.

@@ -197,7 +197,7 @@ __device__ __forceinline__ void write_statistics(const BatchNormParams& params, 
   const Real rounded_mean = static_cast<Real>(mean);
   statistics[group] = rounded_mean;
   statistics[groups + group] = static_cast<Real>(mean - rounded_mean);
-  statistics[2 * groups + group] = static_cast<Real>(1 / std::sqrt(variance + params.eps));
+  statistics[2 * groups + group] = static_cast<Real>(rstd_of(variance, params.eps));
 }
 
 template <typename Real>
@@ -267,8 +267,7 @@ template <typename Real>
 __device__ __forceinline__ Statistics<Real> statistics_of(const BatchNormParams& params, int64_t group) {
   if (params.statistics_from == StatisticsFrom::Running) {
     const Real variance = static_cast<const Real*>(params.running_var)[group];
-    return {static_cast<const Real*>(params.running_mean)[group], 0,
-            static_cast<Real>(1 / std::sqrt(variance + params.eps))};
+    return {static_cast<const Real*>(params.running_mean)[group], 0, rstd_of(variance, static_cast<Real>(params.eps))};
   }
   const int64_t groups = number_of_groups(params);
   const Real* statistics = static_cast<const Real*>(params.statistics);

@@ -6,18 +6,13 @@
 namespace myvision {
 namespace {
 
-constexpr int kRowThreads = 256;         // of a block, unless a row takes more
+constexpr int kRowThreads = 256;      // of a block, unless a row takes more
+constexpr int64_t kForwardPacks = 4;  // of a row that a thread takes, as far as threads suffice
+constexpr int64_t kMaxKeptBytes = kUnaskedSharedBytes - kMaxStridedSums * sizeof(Pair<double>);
 constexpr int64_t kWantedBlocks = 1024;  // of backward: more would only make more partial sums
-constexpr int64_t kMaxHeldBytes = kUnaskedSharedBytes - kMaxStridedSums * sizeof(Pair<double>);
-constexpr int64_t kLeastSteps = 4;  // rows of a slot in a part, so that partial sums are few beside the rows
+constexpr int64_t kLeastSteps = 4;       // rows of a slot in a part, so that partial sums are few beside the rows
 
 bool runs_across(const LayerNormParams& params) { return params.input.stride[1] != 1 && params.channels > 1; }
-
-// How a call's tensors are walked.
-struct Layout {
-  bool packs;
-  LayerNormPlan plan;
-};
 
 bool walks_by_packs(const LayerNormParams& params, std::initializer_list<Strided4> others) {
   const int dim = runs_across(params) ? 3 : 1, width = static_cast<int>(kVectorBytes / size_of(params.dtype));
@@ -28,25 +23,40 @@ bool walks_by_packs(const LayerNormParams& params, std::initializer_list<Strided
   return packs;
 }
 
-Tile tile_of(const LayerNormPlan& plan, bool across, bool packs, int64_t held) {
-  const int64_t members = ceil_div(plan.length, held);
-  if (across) {
-    const int slots = power_of_two(plan.rows, 1, packs ? 8 : 16);  // as much as memory moves at once
-    return {power_of_two(members, kRowThreads / slots, kMaxRowThreads / slots), slots, true};
-  }
-  const int least = power_of_two(plan.length, 1, 8);  // for the same reason
-  const int power = power_of_two(members, least, kMaxRowThreads);
-  return {power, std::max(kRowThreads / power, 1), false};
-}
+// How a call's tensors are walked.
+struct Layout {
+  bool across;
+  int64_t width;  // of packs
+  LayerNormPlan plan;
+};
 
 Layout layout_of(const LayerNormParams& params, std::initializer_list<Strided4> others) {
-  const bool across = runs_across(params), packs = walks_by_packs(params, others);
-  const int64_t width = packs ? kVectorBytes / size_of(params.dtype) : 1;
-  LayerNormPlan plan{};
-  plan.rows = number_of_rows(params) / (across ? width : 1);
-  plan.length = params.channels / (across ? 1 : width);
-  plan.tile = tile_of(plan, across, packs, held_packs(real_size(params.dtype), width));
-  return {packs, plan};
+  Layout layout{runs_across(params), 1, {}};
+  if (walks_by_packs(params, others)) layout.width = kVectorBytes / size_of(params.dtype);
+  layout.plan.rows = number_of_rows(params) / (layout.across ? layout.width : 1);
+  layout.plan.length = params.channels / (layout.across ? 1 : layout.width);
+  return layout;
+}
+
+// Neighbouring rows of a block: as many as memory moves at once, or fewer where only so all can be held.
+int slots_across(const Layout& layout, int64_t capacity) {
+  const int most = power_of_two(layout.plan.rows, 1, layout.width > 1 ? 8 : 16);
+  for (int slots = most; slots > most / 8; slots /= 2) {
+    if (layout.plan.length * slots <= capacity) return slots;
+  }
+  return most;
+}
+
+// capacity: how many packs a block can hold.
+Tile tile_of(const Layout& layout, int64_t packs_of_member, int64_t capacity) {
+  const int64_t length = layout.plan.length, members = ceil_div(length, packs_of_member);
+  if (layout.across) {
+    const int slots = slots_across(layout, capacity);
+    return {power_of_two(members, kRowThreads / slots, kMaxRowThreads / slots), slots, true};
+  }
+  const int least = power_of_two(length, 1, 8);  // as many as memory moves at once
+  const int power = power_of_two(members, least, kMaxRowThreads);
+  return {power, std::max(kRowThreads / power, 1), false};
 }
 
 int threads_of(const Tile& tile) { return tile.members * tile.slots; }
@@ -54,15 +64,23 @@ unsigned row_blocks(const LayerNormPlan& plan) { return blocks_for(ceil_div(plan
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
+Layout forward_layout(const LayerNormParams& params) {
+  Layout layout = layout_of(params, {params.addend, params.sum, params.residual, params.output});
+  LayerNormPlan& plan = layout.plan;
+  const int64_t pack_bytes = layout.width * size_of(params.dtype);
+  plan.tile = tile_of(layout, kForwardPacks, kMaxKeptBytes / pack_bytes);
+  const int64_t bytes = ceil_div(plan.length, plan.tile.members) * threads_of(plan.tile) * pack_bytes;
+  if (bytes <= kMaxKeptBytes) plan.kept_bytes = static_cast<int>(bytes);
+  return layout;
+}
+
 template <typename T>
 const char* forward(const LayerNormParams& params, GpuStream stream) {
-  auto [packs, plan] = layout_of(params, {params.addend, params.sum, params.residual, params.output});
-  const int64_t pack_bytes = packs ? kVectorBytes : sizeof(T);
-  const int64_t bytes = ceil_div(plan.length, plan.tile.members) * threads_of(plan.tile) * pack_bytes;
-  plan.fits = bytes <= kMaxHeldBytes;
-  with_packs<T>(packs, plan.tile.across, [&](auto width, auto sets) {
+  const Layout layout = forward_layout(params);
+  const LayerNormPlan& plan = layout.plan;
+  with_packs<T>(layout.width > 1, layout.across, [&](auto width, auto sets) {
     MYVISION_LAUNCH_WITH_SHARED((layer_norm_forward<T, width, sets>), row_blocks(plan), threads_of(plan.tile),
-                                plan.fits ? static_cast<int>(bytes) : 0, stream, params, plan);
+                                plan.kept_bytes, stream, params, plan);
   });
   return launch_error();
 }
@@ -70,14 +88,16 @@ const char* forward(const LayerNormParams& params, GpuStream stream) {
 // ---- backward -------------------------------------------------------------------------------------------------------
 
 Layout backward_layout(const LayerNormParams& params, const LayerNormGradients& gradients) {
-  auto [packs, plan] = layout_of(params, {params.residual, gradients.output, gradients.sum, gradients.input,
-                                          gradients.dropped, gradients.residual});
-  const int64_t width = packs ? kVectorBytes / size_of(params.dtype) : 1;
-  plan.chunks = ceil_div(plan.length, plan.tile.members * held_packs(real_size(params.dtype), width));
+  Layout layout = layout_of(params, {params.residual, gradients.output, gradients.sum, gradients.input,
+                                     gradients.dropped, gradients.residual});
+  LayerNormPlan& plan = layout.plan;
+  const int64_t held = held_packs(real_size(params.dtype), layout.width);
+  plan.tile = tile_of(layout, held, kMaxRowThreads * held);
+  plan.chunks = ceil_div(plan.length, plan.tile.members * held);
   const int64_t steps = ceil_div(plan.rows, plan.tile.slots);
   plan.part_rows = std::max(ceil_div(steps * plan.chunks, kWantedBlocks), kLeastSteps) * plan.tile.slots;
   plan.parts = ceil_div(plan.rows, plan.part_rows);
-  return {packs, plan};
+  return layout;
 }
 
 // Pairs of sums in the workspace: those of channels, behind them those of rows.
@@ -96,7 +116,7 @@ const char* backward(const LayerNormParams& params, const LayerNormGradients& gr
   auto* partial = static_cast<Pair<RealOf<T>>*>(workspace);
   auto* of_rows = row_sums(params, plan) ? partial + channel_sums(params, gradients, plan) : nullptr;
   if (!channel_sums(params, gradients, plan)) partial = nullptr;
-  with_packs<T>(layout.packs, plan.tile.across, [&](auto width, auto sets) {
+  with_packs<T>(layout.width > 1, layout.across, [&](auto width, auto sets) {
     if (of_rows) {
       MYVISION_LAUNCH((layer_norm_backward_sums<T, width, sets>), row_blocks(plan), threads_of(plan.tile), stream,
                       params, gradients, plan, of_rows);

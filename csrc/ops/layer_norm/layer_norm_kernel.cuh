@@ -1,16 +1,15 @@
 // layer_norm on the GPU, and rms_norm, add_layer_norm and add_rms_norm. The members of a slot share a row. Packs lie
 // along rows where channels are neighbours in memory, else across rows.
 //
-// Bandwidth is the limit of all. With e = sizeof(T) and r = sizeof(Real) they move, per element of a row that fits into
-// shared memory (forward) or registers (backward):
+// Bandwidth is the limit of all. With e = sizeof(T) and r = sizeof(Real) they move, per element:
 //   layer_norm_forward         e read (2 e with a residual or an addend), e written (2 e with a sum)
 //   layer_norm_backward        2 e read (3 e with an activated residual or a gradient of the sum), e written for each
 //                              gradient of a tensor
-// of a longer row:
-//   layer_norm_forward         what is normalised is read 3 times (for rms_norm twice), of caches as far as it fits
-//   there layer_norm_backward_sums   2 e read (3 e with an activated residual), which layer_norm_backward reads again
-// and for the gradients of weight and bias, per channel, slot and part of the rows:
+// and per channel, slot and part of the rows, for the gradients of weight and bias:
 //   layer_norm_backward, sum_columns     2 r written, 2 r read
+// A row that does not fit, in forward into shared memory, in backward into registers, costs more per element:
+//   layer_norm_forward         what is normalised is read 3 times (2 times where there is no mean)
+//   layer_norm_backward_sums   2 e read (3 e with an activated residual), before layer_norm_backward
 #pragma once
 #include "common/norm.cuh"
 #include "common/philox.h"
@@ -21,7 +20,7 @@ namespace myvision {
 inline constexpr int kMaxRowThreads = 512;
 
 // How many packs of a row a thread of backward holds: few enough that nothing spills.
-MYVISION_HOST_DEVICE constexpr int64_t held_packs(int64_t real_bytes, int64_t width) {
+constexpr int64_t held_packs(int64_t real_bytes, int64_t width) {
   const int64_t packs = 32 / real_bytes / width;
   return packs > 0 ? packs : 1;
 }
@@ -32,7 +31,7 @@ struct LayerNormPlan {
   Tile tile;
   int64_t rows;    // in packs where the tile is across
   int64_t length;  // of a row: in packs, or in channels where the tile is across
-  bool fits;       // a row into shared memory, in forward
+  int kept_bytes;  // of forward: shared memory for all rows of a block, or 0
   // Of backward:
   int64_t chunks;            // of a row, as long as what the members hold
   int64_t parts, part_rows;  // how the rows are cut
@@ -143,19 +142,57 @@ __device__ __forceinline__ void drop(const LayerNormParams& params, const Row<T,
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// What is normalised: the input, or the sum of addend and dropped input, which is written on the way.
+// What is normalised: the input, or the sum of addend and dropped input, which the first visit writes. A row that fits
+// is kept in shared memory, each pack in a place that its thread alone uses.
 template <typename T, int kWidth, int kSets>
-__device__ __forceinline__ Pack<RealOf<T>, kWidth> load_or_add(const LayerNormParams& params,
-                                                               const Row<T, kWidth, kSets>& row, int64_t channel) {
-  Pack<RealOf<T>, kWidth> x = row.load(params.input, channel);
-  if (!params.addend.data) return x;
-  drop(params, row, channel, x);
-  const auto addend = row.load(params.addend, channel);
+class Source {
+ public:
+  using Reals = Pack<RealOf<T>, kWidth>;
+  using Kept = Pack<T, kWidth>;
+
+  __device__ __forceinline__ Source(const LayerNormParams& params, const Row<T, kWidth, kSets>& row, Kept* kept)
+      : params_(params), row_(row), kept_(kept) {}
+
+  // Calls visit(channel, numbers) for the thread's packs of the row.
+  template <int kUnroll, typename Visit>
+  __device__ __forceinline__ void visit(Visit visit) {
+    row_.template visit_packs<kUnroll>([&](int i, int64_t channel) { visit(channel, load(i, channel)); });
+    visited_ = true;
+  }
+
+  // The row's first numbers or, where there is dropout, others like them.
+  __device__ __forceinline__ Reals pivot() const {
+    const Reals first = row_.load(params_.input, 0);
+    return params_.addend.data ? plus_addend(first, 0) : first;
+  }
+
+ private:
+  __device__ __forceinline__ Reals load(int i, int64_t channel) const {
+    Kept* const kept = kept_ ? kept_ + i * blockDim.x + threadIdx.x : nullptr;
+    if (visited_) return kept ? reals_of(*kept) : row_.load(params_.addend.data ? params_.sum : params_.input, channel);
+    Reals numbers = row_.load(params_.input, channel);
+    if (params_.addend.data) {
+      drop(params_, row_, channel, numbers);
+      numbers = plus_addend(numbers, channel);
+      row_.store(params_.sum, channel, numbers);
+    }
+    if (kept) *kept = rounded<T>(numbers);
+    return numbers;
+  }
+
+  // As it is written, and as backward will read it: rounded.
+  __device__ __forceinline__ Reals plus_addend(Reals numbers, int64_t channel) const {
+    const Reals addend = row_.load(params_.addend, channel);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) x.value[j] = to_real(from_real<T>(x.value[j] + addend.value[j]));  // as backward's
-  row.store(params.sum, channel, x);
-  return x;
-}
+    for (int j = 0; j < kWidth; ++j) numbers.value[j] += addend.value[j];
+    return reals_of(rounded<T>(numbers));
+  }
+
+  const LayerNormParams& params_;
+  const Row<T, kWidth, kSets>& row_;
+  Kept* const kept_;
+  bool visited_ = false;
+};
 
 // a + b, rounded, and what rounding took from it (Knuth).
 template <typename Real>
@@ -164,16 +201,39 @@ __device__ __forceinline__ Pair<Real> exact_sum(Real a, Real b) {
   return {sum, (a - (sum - b_part)) + (b - b_part)};
 }
 
-// A number of the row or, where there is dropout, like those of the row.
+// The mean comes from distances to a pivot, the variance from distances to that mean, whose own sum corrects both.
 template <typename T, int kWidth, int kSets>
-__device__ __forceinline__ Pack<RealOf<T>, kWidth> load_pivot(const LayerNormParams& params,
-                                                              const Row<T, kWidth, kSets>& row) {
-  Pack<RealOf<T>, kWidth> pivot = row.load(params.input, 0);
-  if (!params.addend.data) return pivot;
-  const auto addend = row.load(params.addend, 0);
+__device__ __forceinline__ void compute_statistics(const LayerNormParams& params, const Tile& tile,
+                                                   Source<T, kWidth, kSets>& source,
+                                                   Statistics<RealOf<T>> (&of_rows)[kSets]) {
+  using Reals = Pack<RealOf<T>, kWidth>;
+  const auto count = static_cast<RealOf<T>>(params.channels);
+  RealOf<T> means[kSets] = {};
+  if (params.centered) {
+    const Reals pivot = source.pivot();
+    source.template visit<2>([&](int64_t, const Reals& x) {
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) pivot.value[j] = to_real(from_real<T>(pivot.value[j] + addend.value[j]));
-  return pivot;
+      for (int j = 0; j < kWidth; ++j) means[j % kSets] += x.value[j] - pivot.value[j % kSets];
+    });
+#pragma unroll
+    for (int s = 0; s < kSets; ++s) means[s] = pivot.value[s] + tile.sum(means[s]) / count;
+  }
+  Pair<RealOf<T>> sums[kSets] = {};
+  source.template visit<1>([&](int64_t, const Reals& x) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const RealOf<T> distance = x.value[j] - means[j % kSets];
+      sums[j % kSets] += {distance, distance * distance};
+    }
+  });
+#pragma unroll
+  for (int s = 0; s < kSets; ++s) {
+    const auto sum = tile.sum(sums[s]);
+    const RealOf<T> shift = params.centered ? sum.first / count : 0;
+    const RealOf<T> variance = (sum.second - sum.first * shift) / count;
+    const auto mean = exact_sum(means[s], shift);
+    of_rows[s] = {mean.first, mean.second, rstd_of(variance < 0 ? 0 : variance, static_cast<RealOf<T>>(params.eps))};
+  }
 }
 
 template <typename T, int kWidth, int kSets>
@@ -193,65 +253,20 @@ __device__ __forceinline__ void write_statistics(const LayerNormParams& params, 
   for (int s = 0; s < kSets; ++s) rstd[s] = of_rows[s].rstd;
 }
 
-// The mean comes from distances to a pivot; then the variance from distances to that mean, whose sum corrects both.
 template <typename T, int kWidth, int kSets>
 __global__ void MYVISION_LAUNCH_BOUNDS(kMaxRowThreads, 1)
     layer_norm_forward(const LayerNormParams params, const LayerNormPlan plan) {
   using Real = RealOf<T>;
-  using Shared = Pack<T, kWidth>;
-  MYVISION_DYNAMIC_SHARED(Shared, held);  // a place for each pack, which its thread alone uses
-  const Strided4 normalized = params.addend.data ? params.sum : params.input;
+  using Kept = Pack<T, kWidth>;
+  MYVISION_DYNAMIC_SHARED(Kept, kept);
   for (int64_t start = int64_t(blockIdx.x) * plan.tile.slots; start < plan.rows;
        start += int64_t(gridDim.x) * plan.tile.slots) {
     const Row<T, kWidth, kSets> row(params, plan, start + plan.tile.slot(), plan.rows);
-    bool added = false;
-    const auto load = [&](int i, int64_t channel) {
-      Pack<T, kWidth>& kept = held[i * blockDim.x + threadIdx.x];
-      if (added && plan.fits) return reals_of(kept);
-      const Pack<Real, kWidth> x = added ? row.load(normalized, channel) : load_or_add(params, row, channel);
-      if (plan.fits) kept = rounded<T>(x);
-      return x;
-    };
-
-    Statistics<Real> statistics[kSets] = {};
-    if (params.centered) {
-      const Pack<Real, kWidth> pivot = load_pivot(params, row);
-      Real sums[kSets] = {};
-      row.template visit_packs<2>([&](int i, int64_t channel) {
-        const Pack<Real, kWidth> x = load(i, channel);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) sums[j % kSets] += x.value[j] - pivot.value[j % kSets];
-      });
-      added = true;
-#pragma unroll
-      for (int s = 0; s < kSets; ++s) {
-        statistics[s].mean = pivot.value[s] + plan.tile.sum(sums[s]) / Real(params.channels);
-      }
-    }
-
-    Pair<Real> sums[kSets] = {};
-    row.template visit_packs<1>([&](int i, int64_t channel) {
-      const Pack<Real, kWidth> x = load(i, channel);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const Real distance = x.value[j] - statistics[j % kSets].mean;
-        sums[j % kSets] += {distance, distance * distance};
-      }
-    });
-    added = true;
-#pragma unroll
-    for (int s = 0; s < kSets; ++s) {
-      const Pair<Real> sum = plan.tile.sum(sums[s]);
-      const Real shift = params.centered ? sum.first / Real(params.channels) : Real(0);
-      const Real variance = (sum.second - sum.first * shift) / Real(params.channels);
-      const Pair<Real> mean = exact_sum(statistics[s].mean, shift);
-      statistics[s] = {mean.first, mean.second,
-                       static_cast<Real>(1 / std::sqrt((variance < 0 ? 0 : variance) + static_cast<Real>(params.eps)))};
-    }
+    Source<T, kWidth, kSets> source(params, row, plan.kept_bytes > 0 ? kept : nullptr);
+    Statistics<Real> statistics[kSets];
+    compute_statistics(params, plan.tile, source, statistics);
     write_statistics(params, row, plan.tile, statistics);
-
-    row.template visit_packs<1>([&](int i, int64_t channel) {
-      const Pack<Real, kWidth> x = load(i, channel);
+    source.template visit<1>([&](int64_t channel, const Pack<Real, kWidth>& x) {
       const auto weight = load_parameters<kWidth, kSets>(params.weight, channel, Real(1));
       const auto bias = load_parameters<kWidth, kSets>(params.bias, channel, Real(0));
       Pack<Real, kWidth> output{};
