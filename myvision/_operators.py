@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def operator_names(private: bool = False) -> list[str]:
-    """The names without namespace, sorted."""
+    """The names without namespace, with that of an overload if it has one (batch_norm.update), sorted."""
     qualified: list[str] = torch._C._dispatch_get_all_op_names()
     names = sorted(name.partition("::")[2] for name in qualified if name.startswith(f"{NAMESPACE}::"))
     return [name for name in names if private or not name.startswith("_")]
@@ -41,11 +41,16 @@ def describe(name: str) -> dict[str, str]:
     if has_kernel(name, "CompositeExplicitAutograd"):
         devices = ["any"]
     return {
-        "schema": str(getattr(getattr(torch.ops, NAMESPACE), name).default._schema),
+        "schema": str(overload(name)._schema),
         "devices": ", ".join(devices) or "none",
         "dtypes": dtypes(name),
         **{trait: "yes" if any(has_kernel(name, key) for key in keys) else "no" for trait, keys in TRAITS.items()},
     }
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    operator, _, overload_name = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, NAMESPACE), operator), overload_name or "default")
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
@@ -55,7 +60,7 @@ def has_kernel(name: str, dispatch_key: str) -> bool:
 def dtypes(name: str) -> str:
     """The dispatcher does not know them: they stand beside the operator's fake, which checks them."""
     try:
-        module = import_module(f"{NAMESPACE}.ops.{name}")
+        module = import_module(f"{NAMESPACE}.ops.{name.partition('.')[0]}")
     except ModuleNotFoundError:
         return "-"
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in module._DTYPES))

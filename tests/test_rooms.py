@@ -8,23 +8,33 @@ from helpers import REPOSITORY
 
 import myvision
 
-OPERATORS = sorted(path.name for path in (REPOSITORY / "csrc" / "ops").iterdir() if path.is_dir())
-ROOMS = [
+# Operators that share their kernels live in the directory of the first of them.
+KERNELS = sorted(path.name for path in (REPOSITORY / "csrc" / "ops").iterdir() if path.is_dir())
+OPERATORS = sorted(myvision.ops.__all__)
+KERNEL_ROOMS = [
     "csrc/ops/{op}/{op}.h",
     "csrc/ops/{op}/{op}.cpp",
     "csrc/ops/{op}/{op}_cpu.cpp",
     "csrc/ops/{op}/{op}_kernel.cuh",
     "csrc/ops/{op}/{op}_cuda.cu",
-    "myvision/ops/{op}.py",
-    "myvision/nn/{op}.py",
-    "myvision/_reference/{op}.py",
     "tests/test_{op}.py",
     "benchmarks/bench_{op}.py",
 ]
+ROOMS = [
+    "myvision/ops/{op}.py",
+    "myvision/nn/{op}.py",
+    "myvision/_reference/{op}.py",
+]
 
 
-def test_both_operators_are_found():
-    assert {"deform_conv2d", "my_add"} <= set(OPERATORS)
+def test_operators_are_found():
+    assert {"batch_norm", "deform_conv2d", "my_add"} <= set(KERNELS) <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+@pytest.mark.parametrize("op", KERNELS)
+def test_kernel_room_exists(op: str, room: str):
+    assert (REPOSITORY / room.format(op=op)).is_file()
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from myvision.nn.add_layer_norm import AddLayerNorm
+from myvision.nn.add_rms_norm import AddRMSNorm
 from myvision.nn.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from myvision.nn.group_norm import GroupNorm
 from myvision.nn.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
-from myvision.nn.layer_norm import AddLayerNorm, LayerNorm
+from myvision.nn.layer_norm import LayerNorm
 from myvision.nn.my_add import MyAdd
-from myvision.nn.rms_norm import AddRMSNorm, RMSNorm
+from myvision.nn.rms_norm import RMSNorm
 from myvision.nn.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:

@@ -1,14 +1,11 @@
-"""Normalisation by the root of the mean square as modules."""
+"""Normalisation by the root of the mean square as a module."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor, nn
 
 from myvision.nn._channels import NormalisesChannels
 from myvision.nn._fused import FusedActivation
-from myvision.ops.add_rms_norm import add_rms_norm
 from myvision.ops.rms_norm import rms_norm
 
 
@@ -55,40 +52,3 @@ class RMSNorm(FusedActivation, NormalisesChannels, nn.RMSNorm):
             negative_slope=self.negative_slope,
             channels=self.channels,
         )
-
-
-class AddRMSNorm(nn.RMSNorm):
-    """The step between two branches of a transformer, see :func:`myvision.ops.add_rms_norm`.
-
-    ``sum = dropout(x) + residual`` goes on as the residual, ``norm(sum)`` into the next branch. Parameters and
-    ``state_dict`` are those of ``torch.nn.RMSNorm``.
-
-    Args:
-        normalized_shape, eps, elementwise_affine, device, dtype: as in ``torch.nn.RMSNorm``.
-        dropout_p: probability to drop an element of the input in training. Default: 0.
-
-    Shape:
-        - x, residual: ``[..., *normalized_shape]``.
-        - output: a tuple of the norm and the sum, both as x.
-
-    Raises:
-        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
-
-    Example::
-
-        >>> import torch
-        >>> from myvision.nn import AddRMSNorm
-        >>> layer = AddRMSNorm(768, dropout_p=0.1)
-        >>> branch, stream = torch.rand(2, 197, 768), torch.rand(2, 197, 768)
-        >>> normalised, stream = layer(branch, stream)
-    """
-
-    def __init__(self, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.dropout_p = dropout_p
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.dropout_p, self.training)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"
