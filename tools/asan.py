@@ -17,9 +17,9 @@ import sanitizer
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "asan"
 SOURCES = ["csrc", "myvision", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-TESTS = ["tests/test_my_add.py", "tests/test_deform_conv2d.py", "tests/test_deform_conv2d_errors.py"]
+TESTS = [f"tests/test_{name}.py" for name in ("my_add", "deform_conv2d", "deform_conv2d_errors", "norm")]
 # What comes near the edges: odd shapes, strides with gaps, positions that are far off, infinite or NaN, bad input.
-SELECTED = "(far or any_ or empty or wanted or layout or 32_bits or bad_input) and not emulated"
+SELECTED = "(far or any_ or empty or wanted or layout or shapes or lengths or 32_bits or bad_input) and not emulated"
 
 
 def build() -> None:

@@ -31,6 +31,20 @@ def check_deform_conv2d() -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
+def check_norms() -> None:
+    """They are torch's own, gradients and running statistics included."""
+    x = torch.randn(4, 6, 5, 5, requires_grad=True)
+    outputs, gradients, statistics = [], [], []
+    for batch_norm in (myvision.nn.BatchNorm2d(6), torch.nn.BatchNorm2d(6)):
+        outputs.append(F.layer_norm(batch_norm(x), (5,)))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), (x, *batch_norm.parameters())))
+        statistics.append(batch_norm.state_dict())
+    normalised = myvision.ops.layer_norm(myvision.nn.BatchNorm2d(6)(x), 5, activation="relu")
+    torch.testing.assert_close(normalised, F.relu(outputs[1]))
+    for ours, theirs in (outputs, gradients, statistics):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", metavar="VERSION", help="insist on this torch, and on a CPU-only one")
@@ -39,6 +53,7 @@ def main() -> None:
         raise SystemExit(f"this needs the CPU-only torch {wanted}, not {torch.__version__}: point pip at its index")
     check_my_add()
     check_deform_conv2d()
+    check_norms()
     print(f"myvision {myvision.__version__} works with torch {torch.__version__}")
 
 
