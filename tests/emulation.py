@@ -111,7 +111,7 @@ EMULATORS = {"emulated": Emulator(warp_size=32), "emulated_64": Emulator(warp_si
 
 @functools.cache
 def load(emulator: Emulator) -> list[str]:
-    """Makes the operators known to torch, and returns their names."""
+    """Makes the operators known to torch, and returns their names, with the overload where there are several."""
     torch.ops.load_library(emulator.operators())
     prefix = f"{emulator.namespace}::"
     return [name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)]
@@ -122,7 +122,8 @@ def in_place_of_cpu(emulator: Emulator) -> Iterator[None]:
     """Has myvision's operators run the emulated kernels where they would run those of the CPU."""
     library = torch.library.Library("myvision", "IMPL")
     for name in load(emulator):
-        operator = getattr(getattr(torch.ops, emulator.namespace), name).default
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(getattr(torch.ops, emulator.namespace), packet), overload or "default")
         library.impl(name, operator, "CPU", allow_override=True)
     try:
         yield
