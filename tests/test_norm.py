@@ -216,8 +216,8 @@ def test_expanded_tensors(case: Case, device: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parameters_that_are_not_contiguous(case: Case, device: str) -> None:
     tensors = case.tensors(torch.float32, device)
-    spread = [t if t is None else torch.stack([t, t], -1)[..., 0] for t in tensors]
-    assert not any(t.is_contiguous() for t in spread if t is not None)
+    spread = [t if t is None or i in (0, 3) else torch.stack([t, t], -1)[..., 0] for i, t in enumerate(tensors)]
+    assert not any(t.is_contiguous() for t in spread[1:3] if t is not None)
     torch.testing.assert_close(case.run(spread), case.run(tensors), rtol=0, atol=0)
     grad_outputs = case.grad_outputs(torch.float32, device)
     torch.testing.assert_close(case.gradients(spread, grad_outputs), case.gradients(tensors, grad_outputs))
@@ -340,9 +340,9 @@ def test_accuracy_of_activations(activation: str, device: str) -> None:
     output = case.run(tensors)[0][:, 0].double()
     exact = values.double().requires_grad_()
     expected = activate(exact, activation, 0.2)
-    assert (output - expected).abs().max() <= 2e-6
-    relative = ((output - expected) / expected).abs()[values.abs() > 1e-3][expected.abs()[values.abs() > 1e-3] > 1e-6]
-    assert relative.max() <= 2e-5
+    error = (output - expected).abs()
+    assert error.max() <= 2e-6
+    assert (error / expected.abs())[expected.abs() > 1e-2].max() <= 1e-5
     slope = case.gradients(tensors, [torch.ones(values.numel(), 1, device=device)])[0][:, 0].double()
     expected_slope = torch.autograd.grad(expected.sum(), exact)[0]
     smooth = (values != 0) & (values.abs() != 3)
