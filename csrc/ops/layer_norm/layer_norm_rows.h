@@ -90,9 +90,19 @@ struct ForwardRow {
   S *sum, *output;
 };
 
-// sum = dropout(input) + addend
+template <typename Half>
+void round_row(float* x, int64_t n) {
+  for_each_vector<float, 1>(n, [&](int, int64_t i, int64_t count) {
+    Half rounded[Vec<float>::size()];
+    store(load<float>(x + i, count), rounded, count);
+    store(load<float>(rounded, count), x + i, count);
+  });
+}
+
+// sum = dropout(input) + addend, as the sum's own type holds it, in a buffer too
 template <typename S, typename T = Compute<S>>
-void add_row(const ForwardRow<S>& row, int64_t n, Dropout<T>& dropout) {
+void add_row(const LayerNormParams& p, const ForwardRow<S>& row, Dropout<T>& dropout) {
+  const int64_t n = p.channels;
   for (int64_t first = 0; first < n; first += kDropoutChunk) {
     const int64_t size = std::min(kDropoutChunk, n - first);
     const T* factors = dropout.is_on() ? dropout.factors(row.index * n + first, size) : nullptr;
@@ -103,6 +113,10 @@ void add_row(const ForwardRow<S>& row, int64_t n, Dropout<T>& dropout) {
             sum + i, count);
     });
   }
+  if constexpr (std::is_same_v<S, float>) {
+    if (p.dtype == Dtype::Float16) round_row<c10::Half>(row.sum, n);
+    if (p.dtype == Dtype::BFloat16) round_row<c10::BFloat16>(row.sum, n);
+  }
 }
 
 template <ActivationKind KIND, typename S, typename T = Compute<S>>
@@ -110,7 +124,7 @@ void forward_row(const LayerNormParams& p, const ForwardRow<S>& row, Dropout<T>&
   const int64_t n = p.channels;
   const S* x = row.input;
   if (row.addend) {
-    add_row(row, n, dropout);
+    add_row(p, row, dropout);
     x = row.sum;
   }
   const Statistics<T> statistics = statistics_of<T>(p.centered ? moments(x, n) : moments_about_zero(x, n), p.eps);
