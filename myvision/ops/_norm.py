@@ -116,7 +116,7 @@ def check_statistics(op: str, statistics: Tensor, shape: Sequence[int], input: T
 
 def check_more_than_one(what: str, input: Tensor, sizes: Sequence[int]) -> None:
     """torch's own error where a mean would be taken of one value. A trace does not record it."""
-    if torch._C._get_tracing_state() is None and math.prod(sizes) == 1:
+    if input.dim() >= 2 and torch._C._get_tracing_state() is None and math.prod(sizes) == 1:
         raise ValueError(f"Expected more than 1 {what} when training, got input size {input.shape}")
 
 
