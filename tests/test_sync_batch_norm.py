@@ -151,6 +151,9 @@ def _alone(rank: int, directory: str) -> None:
     assert output.is_contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
         torch.testing.assert_close(norm(channels_last), output)
+    whole = random_tensor(2 * WORLD, 6, 50) * 1e-2 + 1e4  # whose means a float does not hold
+    expected = nn.BatchNorm1d(6).double()(whole.double()).float()
+    torch.testing.assert_close(SyncBatchNorm(6)(whole.chunk(WORLD)[rank]), expected.chunk(WORLD)[rank])
     frozen = SyncBatchNorm(6).eval()
     torch.testing.assert_close(frozen(x), nn.BatchNorm1d(6).eval()(x))
 
