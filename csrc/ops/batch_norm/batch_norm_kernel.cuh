@@ -414,9 +414,9 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kBatchNormThreads, 2)
       if (!gradients.input.data) continue;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
+        gradient.value[j] *= constants[j % kSets].scale;
         const Pair<Real>& mean = means[j % kSets];
-        gradient.value[j] =
-            gradient.value[j] * constants[j % kSets].scale - mean.first - normalized.value[j] * mean.second;
+        if (sums) gradient.value[j] -= mean.first + normalized.value[j] * mean.second;
       }
       walk.store(gradients.input, gradient);
     }

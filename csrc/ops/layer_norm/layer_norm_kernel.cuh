@@ -230,7 +230,8 @@ __device__ __forceinline__ void compute_statistics(const LayerNormParams& params
   for (int s = 0; s < kSets; ++s) {
     const auto sum = tile.sum(sums[s]);
     const RealOf<T> shift = params.centered ? sum.first / count : 0;
-    const RealOf<T> variance = (sum.second - sum.first * shift) / count;
+    const RealOf<T> correction = params.centered ? sum.first * shift : 0;  // an infinite sum times 0 would be NaN
+    const RealOf<T> variance = (sum.second - correction) / count;
     const auto mean = exact_sum(means[s], shift);
     of_rows[s] = {mean.first, mean.second, rstd_of(variance < 0 ? 0 : variance, static_cast<RealOf<T>>(params.eps))};
   }
