@@ -22,15 +22,18 @@ Lines<const T> as_const(Lines<T> lines) {
 }
 
 // Two dimensions of a tensor: lines follow one another along dimension `across`, their numbers along dimension `along`.
+// T may also be a half type, if all lines lie side by side.
 template <typename T>
 class LineView {
+  static constexpr bool kPlain = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
+
  public:
   LineView(const Strided4& tensor, Dtype dtype, int across, int along)
       : tensor_(tensor),
         dtype_(dtype),
         line_(tensor.stride[across]),
         step_(tensor.stride[along]),
-        in_place_(step_ == 1 && (dtype == Dtype::Float64 || dtype == Dtype::Float32)) {}
+        in_place_(kPlain || (step_ == 1 && (dtype == Dtype::Float64 || dtype == Dtype::Float32))) {}
 
   bool is_given() const { return tensor_.data != nullptr; }
   // Whether lines are used where they lie, and whether they lie side by side as numbers should.
@@ -69,7 +72,9 @@ class LineView {
  private:
   template <typename Body>
   void with_type(const Body& body) const {
-    if constexpr (std::is_same_v<T, double>) {
+    if constexpr (kPlain) {
+      return;  // all are in place
+    } else if constexpr (std::is_same_v<T, double>) {
       body(static_cast<double*>(tensor_.data));
     } else if (dtype_ == Dtype::Float32) {
       body(static_cast<float*>(tensor_.data));

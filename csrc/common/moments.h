@@ -105,7 +105,8 @@ class ColumnMoments {
 
   explicit ColumnMoments(int64_t columns) : columns_(columns) {}
 
-  void add(const T* x, int64_t pitch, int64_t lines) {
+  template <typename S>
+  void add(const S* x, int64_t pitch, int64_t lines) {
     if (lines > 0 && count_ == 0 && pending_ == 0) start(x);
     while (lines > 0) {
       const int64_t wanted = std::clamp(count_, kFewestLines, kMostLines) - pending_;
@@ -127,23 +128,25 @@ class ColumnMoments {
  private:
   static constexpr int64_t kFewestLines = 4, kMostLines = 64;
 
-  void start(const T* x) {
+  template <typename S>
+  void start(const S* x) {
     for (int64_t i = 0; i < columns_; ++i) {
-      center_[i] = x[i];
+      center_[i] = static_cast<T>(x[i]);
       pending_distances_[i] = pending_squares_[i] = 0;
       mean_[i] = squares_[i] = 0;
     }
   }
 
-  void add_distances(const T* x, int64_t pitch, int64_t lines) {
+  template <typename S>
+  void add_distances(const S* x, int64_t pitch, int64_t lines) {
     int64_t line = 0;
     for (; line + 4 <= lines; line += 4) add_lines<4>(x + line * pitch, pitch);
     for (; line < lines; ++line) add_lines<1>(x + line * pitch, pitch);
     pending_ += lines;
   }
 
-  template <int LINES>
-  void add_lines(const T* x, int64_t pitch) {
+  template <int LINES, typename S>
+  void add_lines(const S* x, int64_t pitch) {
     for_each_vector<T, 1>(columns_, [&](int, int64_t i, int64_t count) {
       const Vec<T> center = load<T>(center_ + i, count);
       Vec<T> distances = load<T>(pending_distances_ + i, count), squares = load<T>(pending_squares_ + i, count);

@@ -12,8 +12,9 @@
 namespace myvision::CPU_CAPABILITY {
 namespace {
 
+// Numbers of a tensor at a time: a few thousand bytes, so that those of all tensors stay in L1.
 template <typename T>
-constexpr int64_t kBlock = ColumnMoments<T>::kColumns;  // numbers of a tensor at a time: those of five stay in L1
+constexpr int64_t kBlock = ColumnMoments<T>::kColumns;
 
 bool merges_batch(const Strided4& tensor, int64_t width) {
   return tensor.data == nullptr || width == 1 || tensor.stride[0] == width * tensor.stride[3];
@@ -28,50 +29,56 @@ void merge_batch(BatchNormParams& p, Tensors&... tensors) {
   p.batch = 1;
 }
 
-// Whether a line runs through pixels rather than channels.
-bool runs_along(const BatchNormParams& p) {
-  if (p.width == 1) return false;
-  const int64_t channel = p.input.stride[1], pixel = p.input.stride[3];
-  return p.channels == 1 || pixel == 1 || (channel != 1 && pixel <= channel);
-}
+// How lines lie in the tensors of a call.
+struct Layout {
+  bool along;     // a line runs through pixels rather than channels, as most of input's neighbours do
+  bool in_place;  // all lines lie side by side
+  bool crossed;   // some tensor's neighbours are those of other lines
+};
 
 template <typename... Tensors>
-bool is_crossed(bool along, const Tensors&... tensors) {
-  const auto crossed = [&](const Strided4& t) { return t.stride[along ? 3 : 1] != 1 && t.stride[along ? 1 : 3] == 1; };
-  return ((tensors.data != nullptr && crossed(tensors)) || ...);
+Layout layout_of(const BatchNormParams& p, const Tensors&... tensors) {
+  const int64_t channel = p.input.stride[1], pixel = p.input.stride[3];
+  const bool along = p.width > 1 && (p.channels == 1 || pixel == 1 || (channel != 1 && pixel <= channel));
+  const auto step = [&](const Strided4& tensor) { return tensor.stride[along ? 3 : 1]; };
+  const auto crossed = [&](const Strided4& tensor) { return step(tensor) != 1 && tensor.stride[along ? 1 : 3] == 1; };
+  return {along, ((tensors.data == nullptr || step(tensors) == 1) && ...),
+          ((tensors.data != nullptr && crossed(tensors)) || ...)};
 }
 
-// What forward and backward share. T is the type computed in.
-template <typename T>
+// What forward and backward share. S is the type that lines are used in, T the one computed in.
+template <typename S, typename T = Compute<S>>
 class Kernel {
  protected:
-  Kernel(const BatchNormParams& params, bool crossed)
+  Kernel(const BatchNormParams& params, const Layout& layout, bool once)
       : p(params),
-        along(runs_along(params)),
-        partition({p.batch, p.channels, p.height, p.width}, p.groups, along, crossed, kBlock<T>),
+        along(layout.along),
+        partition({p.batch, p.channels, p.height, p.width}, p.groups, along, layout.crossed, once, kBlock<T>),
         input(view(p.input)),
         residual(view(p.residual)),
-        coefficients_(kArrays * partition.slices() * p.channels * sizeof(T)) {
-    // Of a residual
-    T* ones = array(3);
-    for (int64_t i = 0; i < partition.slices() * p.channels; ++i) ones[i] = 1;
-  }
+        coefficients_(kArrays * partition.slices() * p.channels * sizeof(T)) {}
 
-  LineView<T> view(const Strided4& tensor) const { return {tensor, p.dtype, along ? 1 : 3, along ? 3 : 1}; }
+  LineView<S> view(const Strided4& tensor) const { return {tensor, p.dtype, along ? 1 : 3, along ? 3 : 1}; }
   int64_t lines(const Block& block) const { return along ? block.channels : block.pixels; }
   int64_t in_line(const Block& block) const { return along ? block.pixels : block.channels; }
-  static int64_t offset(const LineView<T>& tensor, const Block& b) {
+  static int64_t offset(const LineView<S>& tensor, const Block& b) {
     return tensor.offset(b.image, b.channel, b.y, b.x);
   }
-  Lines<const T> read(const LineView<T>& tensor, const Block& block, T* buffer) const {
+  Lines<const S> read(const LineView<S>& tensor, const Block& block, S* buffer) const {
     if (!tensor.is_given()) return {nullptr, 0};
     return tensor.read(offset(tensor, block), lines(block), in_line(block), buffer);
   }
-  Lines<T> write(const LineView<T>& tensor, const Block& block, T* buffer) const {
+  Lines<S> write(const LineView<S>& tensor, const Block& block, S* buffer) const {
+    if (!tensor.is_given()) return {nullptr, 0};
     return tensor.write(offset(tensor, block), in_line(block), buffer);
   }
-  void finish(const LineView<T>& tensor, const Block& block, const T* buffer) const {
-    tensor.finish(offset(tensor, block), lines(block), in_line(block), buffer);
+  void finish(const LineView<S>& tensor, const Block& block, const S* buffer) const {
+    if (tensor.is_given()) tensor.finish(offset(tensor, block), lines(block), in_line(block), buffer);
+  }
+  // body(std::bool_constant<along>()), for the inner loops
+  template <typename Body>
+  void with_direction(const Body& body) const {
+    along ? body(std::true_type()) : body(std::false_type());
   }
 
   // ---- statistics
@@ -101,67 +108,72 @@ class Kernel {
   }
 
   // ---- of each channel of each slice
-  // z = (input - mean) * scale + shift + residual * 1
-  Affine<T> forward_of(int64_t slice, int64_t channel) const {
-    return Affine<T>{array(0), array(1), array(2), array(3)} + (slice * p.channels + channel);
+  enum Array { kMean, kScale, kShift, kInputScale, kInputShift, kInputFactor, kArrays };
+  T* array(Array which, int64_t index = 0) const {
+    return coefficients_.template as<T>() + which * partition.slices() * p.channels + index;
   }
-  // input gradient = (input - mean) * scale + shift + gradient * factor
-  Affine<T> backward_of(int64_t slice, int64_t channel) const {
-    return Affine<T>{array(0), array(4), array(5), array(6)} + (slice * p.channels + channel);
-  }
+  int64_t index(const Block& block) const { return (p.groups == 0 ? 0 : block.image) * p.channels + block.channel; }
+  int64_t index(const Tile& tile) const { return tile.slice * p.channels + tile.channel; }
 
-  void set_forward(int64_t first_channel, int64_t index, const Statistics<T>& s) const {
+  // Normalised = (input - mean) * scale + shift
+  void set_scale(int64_t first_channel, int64_t index, const Statistics<T>& s) const {
     for (int64_t i = 0; i < partition.group_channels(); ++i) {
       const double scale = weight(first_channel + i) * s.rstd;
-      array(0)[index + i] = s.mean;
-      array(1)[index + i] = static_cast<T>(scale);
-      array(2)[index + i] = static_cast<T>(bias(first_channel + i) - s.rest * scale);
+      *array(kMean, index + i) = s.mean;
+      *array(kScale, index + i) = static_cast<T>(scale);
+      *array(kShift, index + i) = static_cast<T>(bias(first_channel + i) - s.rest * scale);
     }
   }
-  void set_forward_from_statistics(int64_t unit) const {
+  void set_scale_from_statistics(int64_t unit) const {
     for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
-      set_forward(channel, index, statistics_of_group(group));
+      set_scale(channel, index, statistics_of_group(group));
     });
   }
-
-  T* array(int64_t i) const { return coefficients_.template as<T>() + i * partition.slices() * p.channels; }
+  NormLines<S> norm_lines(const Block& block, Lines<const S> x, S* residual_buffer) const {
+    const Affine<T> channels{array(kMean), array(kScale), array(kShift)};
+    return {x, read(residual, block, residual_buffer), channels + index(block), lines(block), in_line(block)};
+  }
 
   const BatchNormParams& p;
   const bool along;
   const Partition partition;
-  const LineView<T> input, residual;
+  const LineView<S> input, residual;
 
  private:
-  static constexpr int64_t kArrays = 7;
   Workspace coefficients_;
 };
 
 // ------------------------------------------------------------------------------------------------ forward
-template <typename T>
-class Forward : Kernel<T> {
-  using Base = Kernel<T>;
+template <typename S>
+class Forward : Kernel<S> {
+  using Base = Kernel<S>;
+  using T = Compute<S>;
   using Base::along;
   using Base::input;
   using Base::p;
   using Base::partition;
-  using Base::residual;
 
  public:
-  explicit Forward(const BatchNormParams& params)
-      : Base(params, is_crossed(runs_along(params), params.input, params.residual, params.output)),
+  Forward(const BatchNormParams& params, const Layout& layout)
+      : Base(params, layout, params.statistics_from != StatisticsFrom::Input || params.output.data == nullptr),
         output_(Base::view(p.output)),
         moments_(partition.parts() * partition.slices() * p.channels * sizeof(Moments)) {}
 
   void run() {
     const auto normalise = [&](const Tile& tile) { this->normalise(tile); };
-    if (p.statistics_from == StatisticsFrom::Input) {
-      partition.for_each_tile_twice([&](const Tile& tile) { find_moments(tile); },
-                                    [&](int64_t unit) { merge_moments(unit); }, normalise);
-      if (p.running_mean != nullptr && partition.slice_pixels() > 0) update_running();
-    } else {
+    const auto find = [&](const Tile& tile) { find_moments(tile); };
+    const auto merge = [&](int64_t unit) { merge_moments(unit); };
+    if (p.statistics_from != StatisticsFrom::Input) {
       partition.for_each_unit([&](int64_t unit) { take_statistics(unit); });
       partition.for_each_tile(normalise);
+    } else if (output_.is_given()) {
+      partition.for_each_tile_twice(find, merge, normalise);
+    } else {
+      partition.for_each_tile(find);
+      partition.for_each_unit(merge);
     }
+    if (p.statistics_from == StatisticsFrom::Input && p.running_mean != nullptr && partition.slice_pixels() > 0)
+      update_running();
   }
 
  private:
@@ -171,24 +183,25 @@ class Forward : Kernel<T> {
 
   void find_moments(const Tile& tile) {
     partition.for_each_strip(tile, [&](const Tile& strip) {
-      Moments* of_channel = &moments(tile.part, strip.slice * p.channels + strip.channel);
+      Moments* of_channel = &moments(tile.part, Base::index(strip));
       for (int64_t i = 0; i < strip.channels; ++i) of_channel[i] = {};
       along ? find_moments_along(strip, of_channel) : find_moments_across(strip, of_channel);
     });
   }
-  void find_moments_along(const Tile& strip, Moments* of_channel) {
-    alignas(64) T buffer[kBlock<T>];
-    partition.for_each_block(strip, [&](const Block& block) {
-      const Lines<const T> x = Base::read(input, block, buffer);
+  void find_moments_along(const Tile& tile, Moments* of_channel) {
+    alignas(64) S buffer[kBlock<T>];
+    partition.for_each_block(tile, [&](const Block& block) {
+      const Lines<const S> x = Base::read(input, block, buffer);
+      Moments* of_line = of_channel + block.channel - tile.channel;
       for (int64_t i = 0; i < block.channels; ++i)
-        of_channel[i] = merge(of_channel[i], myvision::CPU_CAPABILITY::moments(x[i], block.pixels));
+        of_line[i] = merge(of_line[i], myvision::CPU_CAPABILITY::moments(x[i], block.pixels));
     });
   }
   void find_moments_across(const Tile& strip, Moments* of_channel) {
-    alignas(64) T buffer[kBlock<T>];
+    alignas(64) S buffer[kBlock<T>];
     ColumnMoments<T> columns(strip.channels);
     partition.for_each_block(strip, [&](const Block& block) {
-      const Lines<const T> x = Base::read(input, block, buffer);
+      const Lines<const S> x = Base::read(input, block, buffer);
       columns.add(x.data, x.pitch, block.pixels);
     });
     columns.merge_into(of_channel);
@@ -205,7 +218,7 @@ class Forward : Kernel<T> {
   }
 
   void take_statistics(int64_t unit) {
-    if (p.statistics_from == StatisticsFrom::Given) return Base::set_forward_from_statistics(unit);
+    if (p.statistics_from == StatisticsFrom::Given) return Base::set_scale_from_statistics(unit);
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
       const double mean = static_cast<const T*>(p.running_mean)[channel];
       const double variance = static_cast<const T*>(p.running_var)[channel];
@@ -215,21 +228,20 @@ class Forward : Kernel<T> {
 
   void use_statistics(int64_t group, int64_t channel, int64_t index, const Statistics<T>& statistics) {
     Base::write_statistics(group, statistics);
-    Base::set_forward(channel, index, statistics);
+    Base::set_scale(channel, index, statistics);
   }
 
   void normalise(const Tile& tile) {
-    if (!output_.is_given()) return;
-    alignas(64) T x_buffer[kBlock<T>], residual_buffer[kBlock<T>], output_buffer[kBlock<T>];
-    partition.for_each_strip(tile, [&](const Tile& strip) {
-      const Affine<T> channel = Base::forward_of(strip.slice, strip.channel);
-      partition.for_each_block(strip, [&](const Block& block) {
-        const Lines<const T> x = Base::read(input, block, x_buffer);
-        const Lines<T> z = Base::write(output_, block, output_buffer);
-        affine(along, x, Base::read(residual, block, residual_buffer), channel, z, Base::lines(block),
-               Base::in_line(block));
-        activate_lines(p.activation, z, Base::lines(block), Base::in_line(block));
-        Base::finish(output_, block, output_buffer);
+    alignas(64) S x_buffer[kBlock<T>], residual_buffer[kBlock<T>], output_buffer[kBlock<T>];
+    alignas(64) T z_buffer[kBlock<T>];
+    Base::with_direction([&]<bool ALONG>(std::bool_constant<ALONG>) {
+      partition.for_each_strip(tile, [&](const Tile& strip) {
+        partition.for_each_block(strip, [&](const Block& block) {
+          const Lines<const S> x = Base::read(input, block, x_buffer);
+          write_output<ALONG>(Base::norm_lines(block, x, residual_buffer), p.activation,
+                              Base::write(output_, block, output_buffer), z_buffer);
+          Base::finish(output_, block, output_buffer);
+        });
       });
     });
   }
@@ -253,24 +265,24 @@ class Forward : Kernel<T> {
     }
   }
 
-  const LineView<T> output_;
+  const LineView<S> output_;
   Workspace moments_;
 };
 
 // ------------------------------------------------------------------------------------------------ backward
-template <typename T>
-class Backward : Kernel<T> {
-  using Base = Kernel<T>;
+template <typename S>
+class Backward : Kernel<S> {
+  using Base = Kernel<S>;
+  using T = Compute<S>;
   using Base::along;
+  using Base::array;
   using Base::input;
   using Base::p;
   using Base::partition;
-  using Base::residual;
 
  public:
-  Backward(const BatchNormParams& params, const BatchNormGradients& gradients)
-      : Base(params, is_crossed(runs_along(params), params.input, params.residual, gradients.output, gradients.input,
-                                gradients.residual)),
+  Backward(const BatchNormParams& params, const BatchNormGradients& gradients, const Layout& layout)
+      : Base(params, layout, !sums_come_first(gradients)),
         gradients_(gradients),
         grad_output_(Base::view(gradients.output)),
         grad_input_(Base::view(gradients.input)),
@@ -279,20 +291,18 @@ class Backward : Kernel<T> {
 
   void run() {
     partition.for_each_unit([&](int64_t unit) { prepare(unit); });
-    const bool wants_input = grad_input_.is_given();
-    const bool finds_sums = gradients_.stage != BackwardStage::Finish;
-    const bool needs_sums = gradients_.training && wants_input && finds_sums;
-    const Pass first{finds_sums && (needs_sums || gradients_.weight || gradients_.bias || gradients_.sums),
-                     wants_input && !needs_sums, false};
+    const bool wants_input = grad_input_.is_given(), two_passes = sums_come_first(gradients_);
+    const bool wants_sums = gradients_.weight != nullptr || gradients_.bias != nullptr;
+    const Pass first{two_passes || wants_sums || !wants_input, wants_input && !two_passes, false};
+    const Pass second{false, true, grad_residual_.is_given()};
+    const auto run_first = [&](const Tile& tile) { run_pass(first, tile); };
     const auto merge = [&](int64_t unit) {
       if (first.sums) merge_sums(unit);
     };
-    if (needs_sums) {
-      const Pass second{false, true, grad_residual_.is_given()};
-      partition.for_each_tile_twice([&](const Tile& tile) { run_pass(first, tile); }, merge,
-                                    [&](const Tile& tile) { run_pass(second, tile); });
+    if (two_passes) {
+      partition.for_each_tile_twice(run_first, merge, [&](const Tile& tile) { run_pass(second, tile); });
     } else {
-      partition.for_each_tile([&](const Tile& tile) { run_pass(first, tile); });
+      partition.for_each_tile(run_first);
       partition.for_each_unit(merge);
     }
     if (first.sums) write_parameter_gradients();
@@ -301,90 +311,110 @@ class Backward : Kernel<T> {
  private:
   struct Pass {
     bool sums, input_gradient;  // what it finds
-    bool reads_gradient;        // before the activation, which an earlier pass left in the residual gradient
+    bool reads_gradient;        // before the activation: the first pass left it in the residual gradient
   };
   struct Buffers {
-    alignas(64) T input[kBlock<T>], residual[kBlock<T>], z[kBlock<T>], grad_output[kBlock<T>], gradient[kBlock<T>],
+    alignas(64) S input[kBlock<T>], residual[kBlock<T>], grad_output[kBlock<T>], grad_residual[kBlock<T>],
         grad_input[kBlock<T>];
+    alignas(64) T z[kBlock<T>];
   };
+
+  static bool sums_come_first(const BatchNormGradients& gradients) {
+    return gradients.stage == BackwardStage::Whole && gradients.training && gradients.input.data != nullptr;
+  }
 
   Sums& sums(int64_t part, int64_t index) const {
     return sums_.as<Sums>()[part * partition.slices() * p.channels + index];
   }
 
   void prepare(int64_t unit) {
-    Base::set_forward_from_statistics(unit);
+    Base::set_scale_from_statistics(unit);
     if (gradients_.stage == BackwardStage::Sums) return;
+    const bool has_means = gradients_.stage == BackwardStage::Finish;
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
-      const T* given = static_cast<const T*>(gradients_.sums);
-      const bool has_means = gradients_.stage == BackwardStage::Finish;
-      set_backward(group, channel, index, has_means ? given[channel] * Base::weight(channel) : 0,
-                   has_means ? given[p.channels + channel] * Base::weight(channel) : 0);
+      const T* means = static_cast<const T*>(gradients_.sums);
+      const double weight = Base::weight(channel);
+      set_input_scale(group, channel, index,
+                      has_means ? Sums{means[channel] * weight, means[p.channels + channel] * weight} : Sums{});
     });
   }
 
-  // From the means over a group of gradient * weight and of gradient * weight * normalised.
-  void set_backward(int64_t group, int64_t first_channel, int64_t index, double mean_gradient, double mean_product) {
+  // Input gradient = (input - mean) * scale + shift + gradient * factor, from the means over a group of gradient *
+  // weight and of gradient * weight * normalised.
+  void set_input_scale(int64_t group, int64_t first_channel, int64_t index, const Sums& means) {
     const Statistics<T> s = Base::statistics_of_group(group);
-    const double rstd = s.rstd, scale = -rstd * rstd * mean_product;
+    const double rstd = s.rstd, scale = -rstd * rstd * means.product;
     for (int64_t i = 0; i < partition.group_channels(); ++i) {
-      Base::array(4)[index + i] = static_cast<T>(scale);
-      Base::array(5)[index + i] = static_cast<T>(-rstd * mean_gradient - s.rest * scale);
-      Base::array(6)[index + i] = static_cast<T>(rstd * Base::weight(first_channel + i));
+      *array(Base::kInputScale, index + i) = static_cast<T>(scale);
+      *array(Base::kInputShift, index + i) = static_cast<T>(-rstd * means.gradient - s.rest * scale);
+      *array(Base::kInputFactor, index + i) = static_cast<T>(rstd * Base::weight(first_channel + i));
     }
   }
 
   void run_pass(const Pass& pass, const Tile& tile) {
-    Buffers buffers;
-    partition.for_each_strip(tile, [&](const Tile& strip) {
-      const int64_t index = strip.slice * p.channels + strip.channel;
-      Sums* of_channel = &sums(tile.part, index);
-      const Affine<T> forward = Base::forward_of(strip.slice, strip.channel);
-      const Affine<T> backward = Base::backward_of(strip.slice, strip.channel);
-      ColumnSums<T> columns(forward.mean, along ? 0 : strip.channels, of_channel);
-      if (pass.sums)
-        for (int64_t i = 0; i < strip.channels; ++i) of_channel[i] = {};
-      partition.for_each_block(strip, [&](const Block& block) {
-        const Lines<const T> x = needs_input(pass) ? Base::read(input, block, buffers.input) : Lines<const T>{};
-        const Lines<const T> g = pass.reads_gradient ? Base::read(grad_residual_, block, buffers.gradient)
-                                                     : gradient(block, x, forward, buffers);
-        if (pass.sums && along) {
-          for (int64_t i = 0; i < block.channels; ++i)
-            of_channel[i].add(sums_along(g[i], x[i], forward.mean[i], block.pixels));
-        } else if (pass.sums) {
-          columns.add(g, x, block.pixels);
-        }
-        if (pass.input_gradient)
-          write_input_gradient(block, gradients_.training ? x : Lines<const T>{}, g, backward, buffers);
+    Base::with_direction([&]<bool ALONG>(std::bool_constant<ALONG>) {
+      partition.for_each_strip(tile, [&](const Tile& strip) {
+        const int64_t index = Base::index(strip);
+        Sums* of_strip = &sums(tile.part, index);
+        if (pass.sums)
+          for (int64_t i = 0; i < strip.channels; ++i) of_strip[i] = {};
+        ColumnSums<T> columns(array(Base::kMean, index), ALONG ? 0 : strip.channels, of_strip);
+        partition.for_each_block(strip, [&](const Block& block) { run_block<ALONG>(pass, tile, block, columns); });
+        columns.finish();
       });
-      columns.finish();
     });
   }
 
+  template <bool ALONG>
+  void run_block(const Pass& pass, const Tile& tile, const Block& block, ColumnSums<T>& columns) {
+    Buffers buffers;
+    const int64_t lines = Base::lines(block), n = Base::in_line(block), index = Base::index(block);
+    const Lines<const S> x = needs_input(pass) ? Base::read(input, block, buffers.input) : Lines<const S>{};
+    const Lines<S> copy = pass.reads_gradient ? Lines<S>{} : Base::write(grad_residual_, block, buffers.grad_residual);
+    const auto use = [&](const auto& gradients) {
+      if (pass.sums) {
+        add_sums<ALONG>(gradients, x, copy, block, &sums(tile.part, index), columns);
+      } else if (copy.data != nullptr) {
+        for (int64_t line = 0; line < lines; ++line) {
+          const auto gradient = gradients(line);
+          write_line<T>(copy[line], n, [&](int64_t i, int64_t count) { return gradient.at(i, count); });
+        }
+      }
+      if (!pass.input_gradient) return;
+      const Affine<T> channels{array(Base::kMean, index), array(Base::kInputScale, index),
+                               array(Base::kInputShift, index)};
+      const Lines<S> out = Base::write(grad_input_, block, buffers.grad_input);
+      write_input_gradient<ALONG>(gradients, gradients_.training ? x : Lines<const S>{}, channels,
+                                  array(Base::kInputFactor, index), out, lines, n);
+      Base::finish(grad_input_, block, buffers.grad_input);
+    };
+    if (pass.reads_gradient) {
+      const Lines<const S> given = Base::read(grad_residual_, block, buffers.grad_residual);
+      use([&](int64_t line) { return GradientLine<S>{given[line]}; });
+    } else {
+      const Lines<const S> after = Base::read(grad_output_, block, buffers.grad_output);
+      with_gradient<ALONG>(Base::norm_lines(block, x, buffers.residual), p.activation, after, buffers.z, use);
+      Base::finish(grad_residual_, block, buffers.grad_residual);
+    }
+  }
+
+  template <bool ALONG, typename Gradients>
+  void add_sums(const Gradients& gradients, Lines<const S> x, Lines<S> copy, const Block& block, Sums* of_channel,
+                ColumnSums<T>& columns) {
+    for (int64_t line = 0; line < Base::lines(block); ++line) {
+      S* copy_line = copy.data == nullptr ? nullptr : copy[line];
+      if constexpr (ALONG) {
+        const T mean = *array(Base::kMean, Base::index(block) + line);
+        of_channel[line].add(sums_along(gradients(line), x[line], mean, block.pixels, copy_line));
+      } else {
+        columns.add(gradients(line), x[line], copy_line);
+      }
+    }
+  }
+
   bool needs_input(const Pass& pass) const {
-    return pass.sums || (pass.input_gradient && gradients_.training) || (needs_z() && !pass.reads_gradient);
-  }
-  bool needs_z() const { return p.activation.kind != ActivationKind::None; }
-
-  // Before the activation; it is the residual gradient too.
-  Lines<const T> gradient(const Block& block, Lines<const T> x, const Affine<T>& forward, Buffers& buffers) {
-    const Lines<const T> after = Base::read(grad_output_, block, buffers.grad_output);
-    if (!needs_z() && !grad_residual_.is_given()) return after;
-    const int64_t lines = Base::lines(block), in_line = Base::in_line(block);
-    const Lines<T> z{buffers.z, in_line};
-    if (needs_z()) affine(along, x, Base::read(residual, block, buffers.residual), forward, z, lines, in_line);
-    const Lines<T> before = grad_residual_.is_given() ? Base::write(grad_residual_, block, buffers.gradient)
-                                                      : Lines<T>{buffers.gradient, in_line};
-    activate_lines_backward(p.activation, after, needs_z() ? as_const(z) : after, before, lines, in_line);
-    if (grad_residual_.is_given()) Base::finish(grad_residual_, block, buffers.gradient);
-    return as_const(before);
-  }
-
-  void write_input_gradient(const Block& block, Lines<const T> x, Lines<const T> gradient, const Affine<T>& backward,
-                            Buffers& buffers) {
-    const Lines<T> to = Base::write(grad_input_, block, buffers.grad_input);
-    affine(along, x, gradient, backward, to, Base::lines(block), Base::in_line(block));
-    Base::finish(grad_input_, block, buffers.grad_input);
+    return pass.sums || (pass.input_gradient && gradients_.training) ||
+           (p.activation.kind != ActivationKind::None && !pass.reads_gradient);
   }
 
   // Over the parts, and from gradient * (x - mean) to gradient * normalised.
@@ -402,7 +432,7 @@ class Backward : Kernel<T> {
         weighted.add({all.gradient * weight, all.product * weight});
       }
       if (gradients_.training && gradients_.stage == BackwardStage::Whole)
-        set_backward(group, channel, index, weighted.gradient / count, weighted.product / count);
+        set_input_scale(group, channel, index, {weighted.gradient / count, weighted.product / count});
     });
   }
 
@@ -423,23 +453,34 @@ class Backward : Kernel<T> {
   }
 
   const BatchNormGradients& gradients_;
-  const LineView<T> grad_output_, grad_input_, grad_residual_;
+  const LineView<S> grad_output_, grad_input_, grad_residual_;
   Workspace sums_;
 };
+
+// Half types as they are, if all lines allow it, or else brought to float.
+template <typename Body>
+void with_line_type(Dtype dtype, bool in_place, const Body& body) {
+  if (dtype == Dtype::Float64) return body(double());
+  if (in_place && dtype == Dtype::Float16) return body(c10::Half());
+  if (in_place && dtype == Dtype::BFloat16) return body(c10::BFloat16());
+  body(float());
+}
 
 }  // namespace
 
 void batch_norm_forward(const BatchNormParams& params) {
   BatchNormParams p = params;
   merge_batch(p, p.input, p.residual, p.output);
-  p.dtype == Dtype::Float64 ? Forward<double>(p).run() : Forward<float>(p).run();
+  const Layout layout = layout_of(p, p.input, p.residual, p.output);
+  with_line_type(p.dtype, layout.in_place, [&](auto type) { Forward<decltype(type)>(p, layout).run(); });
 }
 
 void batch_norm_backward(const BatchNormParams& params, const BatchNormGradients& gradients) {
   BatchNormParams p = params;
   BatchNormGradients g = gradients;
   merge_batch(p, p.input, p.residual, g.output, g.input, g.residual);
-  p.dtype == Dtype::Float64 ? Backward<double>(p, g).run() : Backward<float>(p, g).run();
+  const Layout layout = layout_of(p, p.input, p.residual, g.output, g.input, g.residual);
+  with_line_type(p.dtype, layout.in_place, [&](auto type) { Backward<decltype(type)>(p, g, layout).run(); });
 }
 
 }  // namespace myvision::CPU_CAPABILITY

@@ -1,5 +1,8 @@
-// What the CPU kernels of batch_norm compute on a few lines in L1. Along: a line belongs to one channel. Across: a line
-// has one number of each channel.
+// What the CPU kernels of batch_norm compute of a few lines at a time. ALONG: a line belongs to one channel. Otherwise
+// it has one number of each channel. S is the type in memory, T the one computed in.
+//
+// Each loop reads all the tensors that it needs side by side: memory answers several streams at once much faster than
+// one after the other. The activations that cost next to nothing are part of these loops, the others work on a buffer.
 #pragma once
 #include "common/activation_vec.h"
 #include "common/lines.h"
@@ -7,20 +10,18 @@
 
 namespace myvision::CPU_CAPABILITY {
 
-// Of each channel: out = (x - mean) * scale + shift + other * factor
+// Of each channel, for result = (x - mean) * scale + shift + ...
 template <typename T>
 struct Affine {
-  const T *mean, *scale, *shift, *factor;
-  Affine operator+(int64_t channel) const {
-    return {mean + channel, scale + channel, shift + channel, factor + channel};
-  }
+  const T *mean, *scale, *shift;
+  Affine operator+(int64_t channel) const { return {mean + channel, scale + channel, shift + channel}; }
 };
 
-// A constant of each line, or of each number of a line.
+// A number of each channel, as the vector at number i of a line meets it.
 template <bool ALONG, typename T>
-class Constant {
+class OfChannels {
  public:
-  Constant(const T* of_channel, int64_t line) : of_channel_(of_channel), of_line_(ALONG ? of_channel[line] : T(0)) {}
+  OfChannels(const T* of_channel, int64_t line) : of_channel_(of_channel), of_line_(ALONG ? of_channel[line] : T(0)) {}
   Vec<T> at(int64_t i, int64_t count) const {
     if constexpr (ALONG) return of_line_;
     return load<T>(of_channel_ + i, count);
@@ -31,68 +32,133 @@ class Constant {
   Vec<T> of_line_;
 };
 
-template <bool ALONG, bool X, bool OTHER, typename T>
-inline void affine_lines(Lines<const T> x, Lines<const T> other, const Affine<T>& channel, Lines<T> out, int64_t lines,
-                         int64_t n) {
-  for (int64_t line = 0; line < lines; ++line) {
-    const Constant<ALONG, T> mean(channel.mean, line), scale(channel.scale, line), shift(channel.shift, line),
-        factor(channel.factor, line);
-    const T *x_line = x[line], *other_line = other[line];
-    T* out_line = out[line];
-    for_each_vector<T, 4>(n, [&](int, int64_t i, int64_t count) {
-      Vec<T> result = shift.at(i, count);
-      if constexpr (X)
-        result = at::vec::fmadd(load<T>(x_line + i, count) - mean.at(i, count), scale.at(i, count), result);
-      if constexpr (OTHER) result = at::vec::fmadd(load<T>(other_line + i, count), factor.at(i, count), result);
-      store(result, out_line + i, count);
-    });
+// (x - mean) * scale + shift of a line
+template <bool ALONG, typename S, typename T = Compute<S>>
+class AffineLine {
+ public:
+  AffineLine(const S* x, const Affine<T>& channels, int64_t line)
+      : x_(x), mean_(channels.mean, line), scale_(channels.scale, line), shift_(channels.shift, line) {}
+  Vec<T> at(int64_t i, int64_t count) const {
+    const Vec<T> distance = load<T>(x_ + i, count) - mean_.at(i, count);
+    return at::vec::fmadd(distance, scale_.at(i, count), shift_.at(i, count));
   }
+
+ private:
+  const S* x_;
+  OfChannels<ALONG, T> mean_, scale_, shift_;
+};
+
+// What goes into the activation.
+template <bool ALONG, bool RESIDUAL, typename S, typename T = Compute<S>>
+class PreactivationLine {
+ public:
+  PreactivationLine(Lines<const S> x, Lines<const S> residual, const Affine<T>& channels, int64_t line)
+      : normalised_(x[line], channels, line), residual_(residual[line]) {}
+  Vec<T> at(int64_t i, int64_t count) const {
+    const Vec<T> normalised = normalised_.at(i, count);
+    return RESIDUAL ? normalised + load<T>(residual_ + i, count) : normalised;
+  }
+
+ private:
+  AffineLine<ALONG, S> normalised_;
+  const S* residual_;
+};
+
+// out[i] = f(i, count) for every vector; two at a time, and both before either is stored.
+template <typename T, typename Out, typename F>
+[[gnu::always_inline]] inline void write_line(Out* out, int64_t n, const F& f) {
+  constexpr int64_t kSize = Vec<T>::size();
+  int64_t i = 0;
+  for (; i + 2 * kSize <= n; i += 2 * kSize) {
+    const Vec<T> first = f(i, kSize), second = f(i + kSize, kSize);
+    store_pair(first, second, out + i);
+  }
+  for (; i < n; i += kSize) store(f(i, std::min(kSize, n - i)), out + i, n - i);
 }
 
-template <typename T>
-inline void affine(bool along, Lines<const T> x, Lines<const T> other, const Affine<T>& channel, Lines<T> out,
-                   int64_t lines, int64_t n) {
-  const auto run = [&]<bool ALONG>() {
-    if (x.data == nullptr) return affine_lines<ALONG, false, true>(x, other, channel, out, lines, n);
-    if (other.data == nullptr) return affine_lines<ALONG, true, false>(x, other, channel, out, lines, n);
-    affine_lines<ALONG, true, true>(x, other, channel, out, lines, n);
+inline bool is_cheap(ActivationKind kind) { return kind == ActivationKind::None || kind == ActivationKind::Relu; }
+
+// A few lines of what normalisation reads: x, and the residual where there is one.
+template <typename S, typename T = Compute<S>>
+struct NormLines {
+  Lines<const S> x, residual;
+  Affine<T> channels;
+  int64_t lines, n;
+};
+
+template <bool ALONG, bool RELU, typename S, typename Out>
+inline void write_preactivation(const NormLines<S>& from, Lines<Out> out) {
+  using T = Compute<S>;
+  const auto write = [&]<bool RESIDUAL>() {
+    for (int64_t line = 0; line < from.lines; ++line) {
+      const PreactivationLine<ALONG, RESIDUAL, S> z(from.x, from.residual, from.channels, line);
+      write_line<T>(out[line], from.n, [&](int64_t i, int64_t count) {
+        constexpr ActivationKind kKind = RELU ? ActivationKind::Relu : ActivationKind::None;
+        return activate<kKind>(z.at(i, count), T(0));
+      });
+    }
   };
-  along ? run.template operator()<true>() : run.template operator()<false>();
+  from.residual.data ? write.template operator()<true>() : write.template operator()<false>();
 }
 
-// z = activation(z)
-template <typename T>
-inline void activate_lines(const Activation& activation, Lines<T> z, int64_t lines, int64_t n) {
-  if (activation.kind == ActivationKind::None) return;
-  const T negative_slope = static_cast<T>(activation.negative_slope);
+// `buffer` holds lines * n numbers.
+template <bool ALONG, typename S, typename T = Compute<S>>
+inline void write_output(const NormLines<S>& from, const Activation& activation, Lines<S> output, T* buffer) {
+  if (activation.kind == ActivationKind::None) return write_preactivation<ALONG, false>(from, output);
+  if (activation.kind == ActivationKind::Relu) return write_preactivation<ALONG, true>(from, output);
+  const Lines<T> z{buffer, from.n};
+  write_preactivation<ALONG, false>(from, z);
   with_activation(activation.kind, [&](auto kind) {
-    for (int64_t line = 0; line < lines; ++line) {
-      T* at = z[line];
-      for_each_vector<T, 4>(n, [&](int, int64_t i, int64_t count) {
-        store(activate<kind()>(load<T>(at + i, count), negative_slope), at + i, count);
+    for (int64_t line = 0; line < from.lines; ++line)
+      write_line<T>(output[line], from.n, [&](int64_t i, int64_t count) {
+        return activate<kind()>(load<T>(z[line] + i, count), static_cast<T>(activation.negative_slope));
       });
-    }
   });
 }
 
-// out = gradient * activation'(z)
-template <typename T>
-inline void activate_lines_backward(const Activation& activation, Lines<const T> gradient, Lines<const T> z,
-                                    Lines<T> out, int64_t lines, int64_t n) {
-  const T negative_slope = static_cast<T>(activation.negative_slope);
-  with_activation(activation.kind, [&](auto kind) {
-    for (int64_t line = 0; line < lines; ++line) {
-      const T *gradient_line = gradient[line], *z_line = z[line];
-      T* out_line = out[line];
-      for_each_vector<T, 4>(n, [&](int, int64_t i, int64_t count) {
-        const Vec<T> before = load<T>(gradient_line + i, count);
-        store(activate_backward<kind()>(before, load<T>(z_line + i, count), negative_slope), out_line + i, count);
+// ------------------------------------------------------------------------------------------------ backward
+// Gradients before the activation: of a line where it is at hand, or from the one after relu.
+template <typename S>
+struct GradientLine {
+  const S* gradient;
+  Vec<Compute<S>> at(int64_t i, int64_t count) const { return load<Compute<S>>(gradient + i, count); }
+};
+
+template <bool ALONG, bool RESIDUAL, typename S, typename T = Compute<S>>
+struct ReluGradientLine {
+  const S* after;
+  PreactivationLine<ALONG, RESIDUAL, S> z;
+  Vec<T> at(int64_t i, int64_t count) const {
+    return activate_backward<ActivationKind::Relu>(load<T>(after + i, count), z.at(i, count), T(0));
+  }
+};
+
+// Calls body(gradient), where gradient(line) is one of the above. `buffer` holds lines * n numbers.
+template <bool ALONG, typename S, typename Body, typename T = Compute<S>>
+inline void with_gradient(const NormLines<S>& from, const Activation& activation, Lines<const S> after, T* buffer,
+                          const Body& body) {
+  if (activation.kind == ActivationKind::None) return body([&](int64_t line) { return GradientLine<S>{after[line]}; });
+  if (activation.kind == ActivationKind::Relu) {
+    const auto call = [&]<bool RESIDUAL>() {
+      body([&](int64_t line) {
+        return ReluGradientLine<ALONG, RESIDUAL, S>{after[line], {from.x, from.residual, from.channels, line}};
       });
-    }
+    };
+    return from.residual.data ? call.template operator()<true>() : call.template operator()<false>();
+  }
+  const Lines<T> z{buffer, from.n};
+  write_preactivation<ALONG, false>(from, z);
+  with_activation(activation.kind, [&](auto kind) {
+    for (int64_t line = 0; line < from.lines; ++line)
+      write_line<T>(z[line], from.n, [&](int64_t i, int64_t count) {
+        return activate_backward<kind()>(load<T>(after[line] + i, count), load<T>(z[line] + i, count),
+                                         static_cast<T>(activation.negative_slope));
+      });
   });
+  body([&](int64_t line) { return GradientLine<T>{z[line]}; });
 }
 
-// Of a channel: of the gradient, and of gradient * (x - mean).
+// Of a channel: of the gradient before the activation, and of gradient * (x - mean).
 struct Sums {
   double gradient = 0, product = 0;
   void add(const Sums& other) {
@@ -101,19 +167,20 @@ struct Sums {
   }
 };
 
-template <typename T>
-inline Sums sums_along(const T* gradient, const T* x, T mean, int64_t n) {
+// Of a line of one channel. Here and below the gradient is also written to `copy`, unless that is null.
+template <typename Gradient, typename S, typename T = Compute<S>>
+inline Sums sums_along(const Gradient& gradient, const S* x, T mean, int64_t n, S* copy) {
   VectorSum<T> gradients, products;
   for_each_vector<T, VectorSum<T>::kStreams>(n, [&](int stream, int64_t i, int64_t count) {
-    const Vec<T> g = load<T>(gradient + i, count);
+    const Vec<T> g = gradient.at(i, count);
+    if (copy != nullptr) store(g, copy + i, count);
     gradients[stream] = gradients[stream] + g;
-    const Vec<T> distance = keep(load<T>(x + i, count) - Vec<T>(mean), count);
-    products[stream] = at::vec::fmadd(g, distance, products[stream]);
+    products[stream] = at::vec::fmadd(g, load<T>(x + i, count) - Vec<T>(mean), products[stream]);
   });
   return {static_cast<double>(gradients.total()), static_cast<double>(products.total())};
 }
 
-// The same of columns.
+// The same of columns, from lines that have a number of each.
 template <typename T>
 class ColumnSums {
  public:
@@ -121,12 +188,16 @@ class ColumnSums {
 
   ColumnSums(const T* mean, int64_t columns, Sums* sums) : mean_(mean), columns_(columns), sums_(sums) { clear(); }
 
-  void add(Lines<const T> gradient, Lines<const T> x, int64_t lines) {
-    int64_t line = 0;
-    for (; line + 4 <= lines; line += 4) add_lines<4>(gradient[line], gradient.pitch, x[line], x.pitch);
-    for (; line < lines; ++line) add_lines<1>(gradient[line], gradient.pitch, x[line], x.pitch);
-    pending_ += lines;
-    if (pending_ >= kMostLines) finish();
+  template <typename Gradient, typename S>
+  void add(const Gradient& gradient, const S* x, S* copy) {
+    for_each_vector<T, 1>(columns_, [&](int, int64_t i, int64_t count) {
+      const Vec<T> g = gradient.at(i, count);
+      if (copy != nullptr) store(g, copy + i, count);
+      const Vec<T> distance = load<T>(x + i, count) - load<T>(mean_ + i, count);
+      store(load<T>(gradients_ + i) + g, gradients_ + i);
+      store(at::vec::fmadd(g, distance, load<T>(products_ + i)), products_ + i);
+    });
+    if (++pending_ == kMostLines) finish();
   }
 
   void finish() {
@@ -139,31 +210,37 @@ class ColumnSums {
   static constexpr int64_t kMostLines = 64;  // summed up in T
 
   void clear() {
-    for (int64_t i = 0; i < columns_; ++i) gradients_[i] = products_[i] = 0;
+    for (int64_t i = 0; i < columns_; i += Vec<T>::size()) {
+      store(Vec<T>(T(0)), gradients_ + i);
+      store(Vec<T>(T(0)), products_ + i);
+    }
     pending_ = 0;
-  }
-
-  template <int LINES>
-  void add_lines(const T* gradient, int64_t gradient_pitch, const T* x, int64_t x_pitch) {
-    for_each_vector<T, 1>(columns_, [&](int, int64_t i, int64_t count) {
-      const Vec<T> mean = load<T>(mean_ + i, count);
-      Vec<T> gradients = load<T>(gradients_ + i, count), products = load<T>(products_ + i, count);
-#pragma GCC unroll 4
-      for (int line = 0; line < LINES; ++line) {
-        const Vec<T> g = load<T>(gradient + line * gradient_pitch + i, count);
-        gradients = gradients + g;
-        products = at::vec::fmadd(g, load<T>(x + line * x_pitch + i, count) - mean, products);
-      }
-      store(gradients, gradients_ + i, count);
-      store(products, products_ + i, count);
-    });
   }
 
   const T* mean_;
   int64_t columns_, pending_ = 0;
   Sums* sums_;
+  // Whole vectors: what stands after the last column is never read.
   alignas(64) T gradients_[kColumns];
   alignas(64) T products_[kColumns];
 };
+
+// out = (x - mean) * scale + shift + gradient * factor; without x only the last term
+template <bool ALONG, typename Gradients, typename S, typename T = Compute<S>>
+inline void write_input_gradient(const Gradients& gradients, Lines<const S> x, const Affine<T>& channels,
+                                 const T* factor, Lines<S> out, int64_t lines, int64_t n) {
+  const auto write = [&]<bool X>() {
+    for (int64_t line = 0; line < lines; ++line) {
+      const auto gradient = gradients(line);
+      const AffineLine<ALONG, S> normalised(X ? x[line] : nullptr, channels, line);
+      const OfChannels<ALONG, T> factors(factor, line);
+      write_line<T>(out[line], n, [&](int64_t i, int64_t count) {
+        const Vec<T> g = gradient.at(i, count), f = factors.at(i, count);
+        return X ? at::vec::fmadd(g, f, normalised.at(i, count)) : g * f;
+      });
+    }
+  };
+  x.data ? write.template operator()<true>() : write.template operator()<false>();
+}
 
 }  // namespace myvision::CPU_CAPABILITY

@@ -31,9 +31,9 @@ struct Block {
 
 class Partition {
  public:
-  // `crossed`: some tensor lies along the other dimension than input does.
-  Partition(const Shape4& shape, int64_t groups, bool along, bool crossed, int64_t block_numbers)
-      : shape_(shape), along_(along) {
+  // `crossed`: some tensor lies along the other dimension than input does. `once`: nothing is read twice.
+  Partition(const Shape4& shape, int64_t groups, bool along, bool crossed, bool once, int64_t block_numbers)
+      : shape_(shape), along_(along), once_(once) {
     group_channels_ = groups == 0 ? 1 : shape.channels / groups;
     slices_ = groups == 0 ? 1 : shape.batch;
     slice_pixels_ = (groups == 0 ? shape.batch : 1) * shape.height * shape.width;
@@ -59,13 +59,14 @@ class Partition {
             std::min(part_pixels_, slice_pixels_ - pixel)};
   }
 
-  // Strips of a tile's channels, narrow enough for a block.
+  // Across channels: strips of a tile's channels, as wide as a block.
   template <typename Body>
   void for_each_strip(const Tile& tile, const Body& body) const {
+    const int64_t width = along_ ? tile.channels : block_channels_;
     Tile strip = tile;
-    for (int64_t done = 0; done < tile.channels; done += block_channels_) {
+    for (int64_t done = 0; done < tile.channels; done += width) {
       strip.channel = tile.channel + done;
-      strip.channels = std::min(block_channels_, tile.channels - done);
+      strip.channels = std::min(width, tile.channels - done);
       body(strip);
     }
   }
@@ -75,9 +76,12 @@ class Partition {
     for (int64_t pixel = strip.pixel; pixel < strip.pixel + strip.pixels;) {
       const int64_t in_image = pixel % image_pixels, x = in_image % shape_.width;
       const int64_t left = std::min(shape_.width - x, strip.pixel + strip.pixels - pixel);
-      const Block block{strip.slice + pixel / image_pixels, in_image / shape_.width, x,
-                        std::min(block_pixels_, left),      strip.channel,           strip.channels};
-      body(block);
+      Block block{strip.slice + pixel / image_pixels, in_image / shape_.width, x, std::min(block_pixels_, left), 0, 0};
+      for (int64_t done = 0; done < strip.channels; done += block_channels_) {
+        block.channel = strip.channel + done;
+        block.channels = std::min(block_channels_, strip.channels - done);
+        body(block);
+      }
       pixel += block.pixels;
     }
   }
@@ -86,7 +90,7 @@ class Partition {
   template <typename Body>
   void for_each_tile(const Body& body) const {
     parallel_for(0, tiles(), grain(tiles()), [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) body(tile(i / parts_, i % parts_));
+      for (int64_t i = first; i < last; ++i) body(tile_in_order(i));
     });
   }
   template <typename Body>
@@ -111,7 +115,7 @@ class Partition {
     for_each_tile(first);
     for_each_unit(merge);
     parallel_for(0, tiles(), grain(tiles()), [&](int64_t begin, int64_t end) {
-      for (int64_t i = end; i-- > begin;) second(tile(i / parts_, i % parts_));
+      for (int64_t i = end; i-- > begin;) second(tile_in_order(i));
     });
   }
 
@@ -122,6 +126,9 @@ class Partition {
   static constexpr int64_t kMostParts = 32;                   // of a unit
   static constexpr int64_t kGrainNumbers = int64_t(1) << 14;  // that are worth a thread
 
+  // Of memory, or, where tiles are read again, of units.
+  Tile tile_in_order(int64_t i) const { return once_ ? tile(i % units(), i / units()) : tile(i / parts_, i % parts_); }
+
   void set_blocks(int64_t most_in_line, int64_t numbers) {
     int64_t& in_line = along_ ? block_pixels_ : block_channels_;
     int64_t& lines = along_ ? block_channels_ : block_pixels_;
@@ -129,14 +136,19 @@ class Partition {
     lines = numbers / in_line;
   }
 
-  // Whole groups. Across channels a unit takes as many as fit a block, so that memory is read in order.
+  // A unit is whole groups: along, as many as stay in L2; across, as many as fit a block, so that memory is read in
+  // order. Images that are read once are cut up in the order of memory too.
   void set_units(int64_t block_numbers) {
-    const int64_t wanted = along_ ? kUnitNumbers / std::max(slice_pixels_, int64_t(1)) : block_numbers;
-    unit_channels_ = std::max(wanted / group_channels_, int64_t(1)) * group_channels_;
+    const bool by_image = along_ && once_;
+    const int64_t image_pixels = shape_.height * shape_.width, step = by_image ? image_pixels : 1;
+    const int64_t unit_numbers =
+        along_ ? kUnitNumbers / std::max(by_image ? step : slice_pixels_, int64_t(1)) : block_numbers;
+    unit_channels_ = std::max(unit_numbers / group_channels_, int64_t(1)) * group_channels_;
     slice_units_ = ceil_div(shape_.channels, unit_channels_);
     const int64_t numbers = std::min(unit_channels_, shape_.channels) * slice_pixels_;
-    const int64_t parts = std::clamp(numbers / kPartNumbers, int64_t(1), kMostParts);
-    part_pixels_ = std::max(ceil_div(slice_pixels_, parts), int64_t(1));
+    const int64_t steps = slice_pixels_ / std::max(step, int64_t(1));
+    parts_ = std::clamp(by_image ? steps : numbers / kPartNumbers, int64_t(1), kMostParts);
+    part_pixels_ = std::max(ceil_div(steps, parts_) * step, int64_t(1));
     parts_ = std::max(ceil_div(slice_pixels_, part_pixels_), int64_t(1));
   }
 
@@ -146,7 +158,7 @@ class Partition {
   }
 
   Shape4 shape_;
-  bool along_;
+  bool along_, once_;
   int64_t group_channels_, slices_, slice_pixels_;
   int64_t block_channels_, block_pixels_;
   int64_t unit_channels_, slice_units_;  // of a slice
