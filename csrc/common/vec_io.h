@@ -1,6 +1,7 @@
 // Loads, stores and transposes for the CPU kernels, with conversion between the element type in memory (float, double,
 // c10::Half, c10::BFloat16) and the type T computed in (float or double). Compiled once per instruction set.
 #pragma once
+#include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
@@ -48,6 +49,23 @@ inline Vec<T> load(const In* from) {
   return result;
 }
 
+// So many bytes, fewer than 2 * PIECE: without a call.
+template <int PIECE>
+inline void copy_few(const char* from, int64_t bytes, char* to) {
+  if (bytes & PIECE) {
+    std::memcpy(to, from, PIECE);
+    from += PIECE;
+    to += PIECE;
+  }
+  if constexpr (PIECE > 2) copy_few<PIECE / 2>(from, bytes, to);
+}
+// n elements, fewer than a vector of floats has.
+template <typename In>
+inline void copy_few(const In* from, int64_t n, In* to) {
+  copy_few<Vec<float>::size() * sizeof(In) / 2>(reinterpret_cast<const char*>(from), n * sizeof(In),
+                                                reinterpret_cast<char*>(to));
+}
+
 // The first n elements, zeros after them.
 template <typename T, typename In>
 inline Vec<T> load(const In* from, int64_t n) {
@@ -56,9 +74,28 @@ inline Vec<T> load(const In* from, int64_t n) {
     return Vec<T>::loadu(from, n);
   } else {
     alignas(64) In padded[Vec<T>::size()] = {};
-    std::memcpy(padded, from, n * sizeof(In));
+    copy_few(from, n, padded);
     return load<T>(padded);
   }
+}
+
+// A vector of floats as half a vector of a half type.
+template <typename Out>
+inline void store_half(const Vec<float>& value, Out* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m256i half = std::is_same_v<Out, c10::Half> ? at::vec::cvtfp32_fp16(value) : at::vec::cvtfp32_bf16(value);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m128i half = std::is_same_v<Out, c10::Half> ? at::vec::cvtfp32_fp16(value) : at::vec::cvtfp32_bf16(value);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), half);
+#else
+  alignas(64) Out converted[2 * Vec<float>::size()];
+  if constexpr (std::is_same_v<Out, c10::Half>)
+    at::vec::convert_float_half(value, value).store(converted);
+  else
+    at::vec::convert_float_bfloat16(value, value).store(converted);
+  std::memcpy(to, converted, Vec<float>::size() * sizeof(Out));
+#endif
 }
 
 template <typename T, typename Out>
@@ -67,15 +104,10 @@ inline void store(const Vec<T>& value, Out* to, int64_t n = Vec<T>::size()) {
     if (n >= Vec<T>::size()) return value.store(to);
     value.store(to, static_cast<int>(n));
   } else {
-    alignas(64) Out converted[2 * Vec<T>::size()];
-    if constexpr (std::is_same_v<Out, c10::Half>)
-      at::vec::convert_float_half(value, value).store(converted);
-    else
-      at::vec::convert_float_bfloat16(value, value).store(converted);
-    if (n >= Vec<T>::size())
-      std::memcpy(to, converted, Vec<T>::size() * sizeof(Out));
-    else
-      std::memcpy(to, converted, n * sizeof(Out));
+    if (n >= Vec<T>::size()) return store_half(value, to);
+    alignas(64) Out converted[Vec<T>::size()];
+    store_half(value, converted);
+    copy_few(converted, n, to);
   }
 }
 
@@ -100,14 +132,7 @@ inline Vec<T> keep(const Vec<T>& value, int64_t n) {
 
 template <typename T>
 inline T sum_lanes(const Vec<T>& value) {
-  alignas(64) T lanes[Vec<T>::size()];
-  value.store(lanes);
-#pragma GCC unroll 4
-  for (int half = Vec<T>::size() / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+  return at::vec::vec_reduce_all<T>([](const Vec<T>& a, const Vec<T>& b) { return a + b; }, value);
 }
 
 // Calls f(stream, i, count) for every vector i of n numbers, in turn for STREAMS streams, which are to be independent:

@@ -87,7 +87,7 @@ struct NormLines {
 };
 
 template <bool ALONG, bool RELU, typename S, typename Out>
-inline void write_preactivation(const NormLines<S>& from, Lines<Out> out) {
+[[gnu::flatten]] inline void write_preactivation(const NormLines<S>& from, Lines<Out> out) {
   using T = Compute<S>;
   const auto write = [&]<bool RESIDUAL>() {
     for (int64_t line = 0; line < from.lines; ++line) {
@@ -169,7 +169,7 @@ struct Sums {
 
 // Of a line of one channel. Here and below the gradient is also written to `copy`, unless that is null.
 template <typename Gradient, typename S, typename T = Compute<S>>
-inline Sums sums_along(const Gradient& gradient, const S* x, T mean, int64_t n, S* copy) {
+[[gnu::flatten]] inline Sums sums_along(const Gradient& gradient, const S* x, T mean, int64_t n, S* copy) {
   VectorSum<T> gradients, products;
   for_each_vector<T, VectorSum<T>::kStreams>(n, [&](int stream, int64_t i, int64_t count) {
     const Vec<T> g = gradient.at(i, count);
@@ -189,7 +189,7 @@ class ColumnSums {
   ColumnSums(const T* mean, int64_t columns, Sums* sums) : mean_(mean), columns_(columns), sums_(sums) { clear(); }
 
   template <typename Gradient, typename S>
-  void add(const Gradient& gradient, const S* x, S* copy) {
+  [[gnu::flatten]] void add(const Gradient& gradient, const S* x, S* copy) {
     for_each_vector<T, 1>(columns_, [&](int, int64_t i, int64_t count) {
       const Vec<T> g = gradient.at(i, count);
       if (copy != nullptr) store(g, copy + i, count);
@@ -227,7 +227,7 @@ class ColumnSums {
 
 // out = (x - mean) * scale + shift + gradient * factor; without x only the last term
 template <bool ALONG, typename Gradients, typename S, typename T = Compute<S>>
-inline void write_input_gradient(const Gradients& gradients, Lines<const S> x, const Affine<T>& channels,
+[[gnu::flatten]] inline void write_input_gradient(const Gradients& gradients, Lines<const S> x, const Affine<T>& channels,
                                  const T* factor, Lines<S> out, int64_t lines, int64_t n) {
   const auto write = [&]<bool X>() {
     for (int64_t line = 0; line < lines; ++line) {
