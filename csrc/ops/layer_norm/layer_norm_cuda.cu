@@ -69,7 +69,7 @@ Layout forward_layout(const LayerNormParams& params) {
   LayerNormPlan& plan = layout.plan;
   const int64_t pack_bytes = layout.width * size_of(params.dtype);
   plan.tile = tile_of(layout, kForwardPacks, kMaxKeptBytes / pack_bytes);
-  const int64_t bytes = ceil_div(plan.length, plan.tile.members) * threads_of(plan.tile) * pack_bytes;
+  const int64_t bytes = plan.length * plan.tile.slots * pack_bytes;
   if (bytes <= kMaxKeptBytes) plan.kept_bytes = static_cast<int>(bytes);
   return layout;
 }

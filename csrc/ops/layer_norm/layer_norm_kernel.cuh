@@ -56,15 +56,19 @@ class Row {
     y_ = line - batch_ * params.height;
   }
 
-  // Calls visit(i, channel) for the thread's packs of the row.
+  // Calls visit(pack, channel) for the thread's packs of the row.
   template <int kUnroll, typename Visit>
   __device__ __forceinline__ void visit_packs(Visit visit) const {
-    int i = 0;
 #pragma unroll kUnroll
-    for (int64_t pack = tile_.member(); pack < length_; pack += tile_.members) visit(i++, pack * kChannels);
+    for (int64_t pack = tile_.member(); pack < length_; pack += tile_.members) visit(pack, pack * kChannels);
   }
 
-  // The same for a chunk, where i is a constant.
+  // Of a pack among those of all rows of the block; neighbouring threads have neighbours.
+  __device__ __forceinline__ int64_t place(int64_t pack) const {
+    return tile_.across ? pack * tile_.slots + tile_.slot() : tile_.slot() * length_ + pack;
+  }
+
+  // Calls visit(i, channel) for the thread's packs of a chunk; i is a constant.
   template <typename Visit>
   __device__ __forceinline__ void visit_chunk(int64_t chunk, Visit visit) const {
 #pragma unroll
@@ -156,7 +160,9 @@ class Source {
   // Calls visit(channel, numbers) for the thread's packs of the row.
   template <int kUnroll, typename Visit>
   __device__ __forceinline__ void visit(Visit visit) {
-    row_.template visit_packs<kUnroll>([&](int i, int64_t channel) { visit(channel, load(i, channel)); });
+    row_.template visit_packs<kUnroll>([&](int64_t pack, int64_t channel) {
+      visit(channel, load(kept_ ? kept_ + row_.place(pack) : nullptr, channel));
+    });
     visited_ = true;
   }
 
@@ -167,8 +173,7 @@ class Source {
   }
 
  private:
-  __device__ __forceinline__ Reals load(int i, int64_t channel) const {
-    Kept* const kept = kept_ ? kept_ + i * blockDim.x + threadIdx.x : nullptr;
+  __device__ __forceinline__ Reals load(Kept* kept, int64_t channel) const {
     if (visited_) return kept ? reals_of(*kept) : row_.load(params_.addend.data ? params_.sum : params_.input, channel);
     Reals numbers = row_.load(params_.input, channel);
     if (params_.addend.data) {
@@ -346,7 +351,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMaxRowThreads, 1)
     Statistics<RealOf<T>> statistics[kSets];
     read_statistics(params, row, statistics);
     Pair<RealOf<T>> sums[kSets] = {};
-    row.template visit_packs<1>([&](int, int64_t channel) {
+    row.template visit_packs<1>([&](int64_t, int64_t channel) {
       add_to_sums(params, load_gradient(params, gradients, row, statistics, channel), channel, sums);
     });
 #pragma unroll
