@@ -354,6 +354,15 @@ def test_trace_and_compile(kind: Kind) -> None:
     torch.testing.assert_close(torch.export.export(module, (kind.input(),)).module()(kind.input()), expected)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", FUSED, ids=str)
+def test_symbolic_trace_shows_one_call(kind: Kind, training: bool) -> None:
+    module = scrambled(kind.make()).train(training)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(module))
+    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
+    torch.testing.assert_close(traced(kind.input()), module(kind.input()))
+
+
 def test_old_checkpoints_without_num_batches_tracked() -> None:
     state = nn.BatchNorm2d(6).state_dict()
     del state["num_batches_tracked"]

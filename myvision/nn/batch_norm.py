@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from myvision.nn._fused import FusedActivation
@@ -10,7 +11,8 @@ from myvision.ops.batch_norm import batch_norm
 
 class _BatchNorm(FusedActivation, nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not isinstance(input, torch.fx.Proxy):  # which has no dimensions yet
+            self._check_input_dim(input)  # type: ignore[no-untyped-call]
         tracks = self.training and self.track_running_stats
         mean, var = (self.running_mean, self.running_var) if tracks or not self.training else (None, None)
         batches = self.num_batches_tracked

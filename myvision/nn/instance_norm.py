@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor, nn
 
 from myvision.nn._fused import FusedActivation
@@ -12,6 +13,8 @@ from myvision.ops.instance_norm import instance_norm
 
 class _InstanceNorm(FusedActivation, nn.modules.instancenorm._InstanceNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(input, torch.fx.Proxy):  # which has no dimensions yet: there is a batch
+            return self._normalise(input, residual)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         self._check_num_features(input)
         if input.dim() == self._no_batch_dim:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from myvision._overrides import overridable
 from myvision._reference.add_layer_norm import add_layer_norm as reference
 from myvision.ops._layer_norm import as_shape, fake_add_layer_norm, new_seed, register_add
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
@@ -14,6 +15,7 @@ from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m m
 _ops = torch.ops.myvision
 
 
+@overridable
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,

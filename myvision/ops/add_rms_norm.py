@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from myvision._overrides import overridable
 from myvision._reference.add_rms_norm import add_rms_norm as reference
 from myvision.ops._layer_norm import as_shape, fake_add_rms_norm, new_seed, register_add
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
@@ -15,6 +16,7 @@ from myvision.ops._norm import default_rms_eps
 _ops = torch.ops.myvision
 
 
+@overridable
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,

@@ -15,6 +15,7 @@ from torch.nn.modules.utils import _pair
 from myvision._autocast import register_autocast
 from myvision._autograd import register_autograd, register_second_derivative
 from myvision._layout import is_channels_last
+from myvision._overrides import overridable
 from myvision._reference import deform_conv2d as reference
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -22,6 +23,7 @@ _forward = torch.ops.myvision.deform_conv2d.default
 _backward = torch.ops.myvision._deform_conv2d_backward.default
 
 
+@overridable
 def deform_conv2d(
     input: Tensor,
     offset: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from myvision._overrides import overridable
 from myvision._reference.group_norm import group_norm as reference
 from myvision.ops._batch_norm import fake_group_norm, register
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
@@ -13,6 +14,7 @@ from myvision.ops._norm import check_more_than_one
 _ops = torch.ops.myvision
 
 
+@overridable
 def group_norm(
     input: Tensor,
     num_groups: int,

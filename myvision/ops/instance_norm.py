@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from myvision._overrides import overridable
 from myvision._reference.instance_norm import instance_norm as reference
 from myvision._reference.instance_norm import instance_norm_update as update_reference
 from myvision.ops._batch_norm import register, running_fakes
@@ -14,6 +15,7 @@ from myvision.ops._norm import check_more_than_one
 _ops = torch.ops.myvision
 
 
+@overridable
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,

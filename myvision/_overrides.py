@@ -1,0 +1,24 @@
+"""Functions that stand-ins for tensors may record or replace, as they may torch's own: torch.fx traces them whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch.overrides import handle_torch_function, has_torch_function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def overridable(function: Callable[P, R]) -> Callable[P, R]:
+    """Calls ``__torch_function__`` of an argument that has one, as torch's own functions do."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+            return handle_torch_function(call, (*args, *kwargs.values()), *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
