@@ -457,9 +457,13 @@ class Backward : Kernel<S> {
   Workspace sums_;
 };
 
-// Half types as they are, if all lines allow it, or else brought to float.
+// Half types as they are, if all lines lie side by side, or else brought to float. So are lines along small planes:
+// several at once, as the vector at a line's end costs more than the others together.
 template <typename Body>
-void with_line_type(Dtype dtype, bool in_place, const Body& body) {
+void with_line_type(const BatchNormParams& p, const Layout& layout, const Body& body) {
+  constexpr int64_t kShort = 128;
+  const Dtype dtype = p.dtype;
+  const bool in_place = layout.in_place && !(layout.along && p.width < kShort);
   if (dtype == Dtype::Float64) return body(double());
   if (in_place && dtype == Dtype::Float16) return body(c10::Half());
   if (in_place && dtype == Dtype::BFloat16) return body(c10::BFloat16());
@@ -472,7 +476,7 @@ void batch_norm_forward(const BatchNormParams& params) {
   BatchNormParams p = params;
   merge_batch(p, p.input, p.residual, p.output);
   const Layout layout = layout_of(p, p.input, p.residual, p.output);
-  with_line_type(p.dtype, layout.in_place, [&](auto type) { Forward<decltype(type)>(p, layout).run(); });
+  with_line_type(p, layout, [&](auto type) { Forward<decltype(type)>(p, layout).run(); });
 }
 
 void batch_norm_backward(const BatchNormParams& params, const BatchNormGradients& gradients) {
@@ -480,7 +484,7 @@ void batch_norm_backward(const BatchNormParams& params, const BatchNormGradients
   BatchNormGradients g = gradients;
   merge_batch(p, p.input, p.residual, g.output, g.input, g.residual);
   const Layout layout = layout_of(p, p.input, p.residual, g.output, g.input, g.residual);
-  with_line_type(p.dtype, layout.in_place, [&](auto type) { Backward<decltype(type)>(p, g, layout).run(); });
+  with_line_type(p, layout, [&](auto type) { Backward<decltype(type)>(p, g, layout).run(); });
 }
 
 }  // namespace myvision::CPU_CAPABILITY
