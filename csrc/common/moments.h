@@ -53,7 +53,7 @@ class VectorSum {
 };
 
 template <typename In, typename T = Compute<In>>
-inline Moments chunk_moments(const In* x, int64_t n) {
+[[gnu::flatten]] inline Moments chunk_moments(const In* x, int64_t n) {
   VectorSum<T> sum;
   for_each_vector<T, VectorSum<T>::kStreams>(
       n, [&](int stream, int64_t i, int64_t count) { sum[stream] = sum[stream] + load<T>(x + i, count); });
@@ -80,7 +80,7 @@ inline Moments moments(const In* x, int64_t n) {
 
 // The same of numbers whose mean is taken to be 0.
 template <typename In, typename T = Compute<In>>
-inline Moments moments_about_zero(const In* x, int64_t n) {
+[[gnu::flatten]] inline Moments moments_about_zero(const In* x, int64_t n) {
   double squares = 0;
   for (int64_t i = 0; i < n; i += kMomentsChunk<T>) {
     VectorSum<T> sum;

@@ -136,7 +136,8 @@ inline T sum_lanes(const Vec<T>& value) {
 }
 
 // Calls f(stream, i, count) for every vector i of n numbers, in turn for STREAMS streams, which are to be independent:
-// all vectors are whole, count == Vec<T>::size(), but the last.
+// all vectors are whole, count == Vec<T>::size(), but the last. To be called by functions marked [[gnu::flatten]],
+// which have f inlined.
 template <typename T, int STREAMS, typename F>
 [[gnu::always_inline]] inline void for_each_vector(int64_t n, const F& f) {
   constexpr int64_t kSize = Vec<T>::size();
@@ -145,7 +146,9 @@ template <typename T, int STREAMS, typename F>
 #pragma GCC unroll 8
     for (int stream = 0; stream < STREAMS; ++stream) f(stream, i + stream * kSize, kSize);
   }
-  for (; i + kSize <= n; i += kSize) f(0, i, kSize);
+  if constexpr (STREAMS > 1) {
+    for (; i + kSize <= n; i += kSize) f(0, i, kSize);
+  }
   if (i < n) f(0, i, n - i);
 }
 

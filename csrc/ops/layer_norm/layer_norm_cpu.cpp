@@ -11,11 +11,14 @@ namespace myvision::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kGrain = 16384;            // elements that are worth a thread
+constexpr int64_t kTasks = 8;                // for each thread
 constexpr int64_t kBufferBytes = 128 << 10;  // of a tensor's rows that pass through a buffer together,
 constexpr int64_t kMaxRows = 64;             // which are at most so many
-constexpr int64_t kMinShare = 8;             // rows that share sums of the gradients of weight and bias
+constexpr int64_t kMinShare = 16;            // rows that share sums of the gradients of weight and bias
 constexpr int64_t kMaxShares = 64;           // or, where rows are short, more of them:
 constexpr int64_t kSumBytes = 256 << 10;     // as many as fit
+constexpr int64_t kGroup = 4;                // rows that are worked on step by step together,
+constexpr int64_t kGroupBytes = 16 << 10;    // if they take no more of L1
 
 // LineView for rows that all are used where they lie, in their own type.
 template <typename S>
@@ -49,7 +52,7 @@ struct Block {
   int64_t b, h, w;  // of the first
 };
 
-// The tensors of a call, and how their rows are worked on, block by block.
+// The tensors of a call, and how their rows are worked on: in blocks of neighbours, and there in groups.
 template <typename S, typename View>
 class Rows {
  public:
@@ -65,19 +68,38 @@ class Rows {
     return view;
   }
 
-  // Rows in a block.
-  int64_t block_rows() const {
-    if (kInPlace) return kMaxRows;
-    return crossed_ ? std::clamp(kBufferBytes / int64_t(n * sizeof(S)), int64_t(Vec<T>::size()), kMaxRows) : 1;
+  int64_t workers(int64_t tasks) const {
+    return std::min({tasks, num_threads(), std::max(rows * n / kGrain, int64_t(1))});
   }
+
+  // Ones and zeros stand for an absent weight and bias.
+  int64_t constants_size() const { return (p.weight ? 0 : n) + (p.bias ? 0 : n); }
+  RowConstants<T> constants(T* memory) const {
+    if (!p.weight) std::fill_n(memory, n, T(1));
+    T* const zeros = p.weight ? memory : memory + n;
+    if (!p.bias) std::fill_n(zeros, n, T(0));
+    return {n, p.weight ? static_cast<const T*>(p.weight) : memory, p.bias ? static_cast<const T*>(p.bias) : zeros,
+            static_cast<T>(p.activation.negative_slope)};
+  }
+
   int64_t buffer_size() const { return kInPlace ? 0 : block_rows() * n; }
 
+  // body(block) for all rows [first, last).
   template <typename Body>
   void for_each_block(int64_t first, int64_t last, const Body& body) const {
     const int64_t length = across_ == 3 ? p.width : across_ == 2 ? p.height : p.batch, most = block_rows();
     for (int64_t row = first, count; row < last; row += count) {
       count = std::min({last - row, length - row % length, most});
       body(Block{row, count, row / (p.height * p.width), row / p.width % p.height, row % p.width});
+    }
+  }
+
+  // body(i, count) for rows i ... i + count - 1 of a block.
+  template <typename Body>
+  void for_each_group(const Block& block, const Body& body) const {
+    for (int64_t i = 0, count; i < block.count; i += count) {
+      count = std::min(block.count - i, group_rows);
+      body(i, count);
     }
   }
 
@@ -95,8 +117,14 @@ class Rows {
 
   const LayerNormParams& p;
   const int64_t n = p.channels, rows = number_of_rows(p);
+  const int64_t group_rows = kGroup * n * int64_t(sizeof(S)) <= kGroupBytes ? kGroup : 1;
 
  private:
+  int64_t block_rows() const {
+    if (kInPlace) return kMaxRows;
+    return crossed_ ? std::clamp(kBufferBytes / (n * int64_t(sizeof(S))), int64_t(Vec<T>::size()), kMaxRows) : 1;
+  }
+
   const int across_ = dimension_across(p);
   bool crossed_ = false;
 };
@@ -109,18 +137,28 @@ class Forward : Rows<S, View> {
 
  public:
   explicit Forward(const LayerNormParams& params) : Base(params) {
-    with_activation(p.activation.kind, [&](auto kind) { work_on_row_ = &forward_row<kind.value, S>; });
+    with_activation(p.activation.kind, [&](auto kind) {
+      finish_row_ = residual_.is_given() ? &finish_row<kind.value, true, S> : &finish_row<kind.value, false, S>;
+    });
   }
 
   void run() const {
-    parallel_for(0, rows, std::max(kGrain / n, int64_t(1)), [&](int64_t first, int64_t last) { run(first, last); });
+    const int64_t tasks = std::min(rows, kTasks * Base::workers(rows)), workers = Base::workers(tasks);
+    const int64_t constants_size = Base::constants_size(), buffers_size = kBuffers * Base::buffer_size();
+    const Workspace memory((constants_size + workers * buffers_size) * sizeof(T));
+    const RowConstants<T> constants = Base::constants(memory.template as<T>());
+    T* const buffers = memory.template as<T>() + constants_size;
+    parallel_tasks(workers, tasks, [&](int64_t task, int64_t worker) {
+      run(task * rows / tasks, (task + 1) * rows / tasks, constants,
+          reinterpret_cast<S*>(buffers + worker * buffers_size));
+    });
   }
 
  private:
-  void run(int64_t first, int64_t last) const {
+  static constexpr int kBuffers = 5;
+
+  void run(int64_t first, int64_t last, const RowConstants<T>& constants, S* buffer) const {
     const int64_t size = Base::buffer_size();
-    const Workspace memory(5 * size * sizeof(S));
-    S* const buffer = memory.template as<S>();
     Dropout<T> dropout(p);
     Base::for_each_block(first, last, [&](const Block& block) {
       const Lines<const S> input = Base::read(input_, block, buffer),
@@ -128,16 +166,30 @@ class Forward : Rows<S, View> {
                            residual = Base::read(residual_, block, buffer + 2 * size);
       const Lines<S> sum = Base::write(sum_, block, buffer + 3 * size),
                      output = Base::write(output_, block, buffer + 4 * size);
-      for (int64_t i = 0; i < block.count; ++i)
-        work_on_row_(p, {block.row + i, input[i], addend[i], residual[i], sum[i], output[i]}, dropout);
+      const Lines<const S> x = addend_.is_given() ? as_const(sum) : input;
+      Base::for_each_group(block, [&](int64_t i, int64_t count) {
+        Statistics<T> statistics[kGroup];
+        for (int64_t j = 0; j < count; ++j) {
+          const int64_t row = block.row + i + j;
+          if (addend_.is_given()) add_row(p.dtype, input[i + j], addend[i + j], row * n, n, sum[i + j], dropout);
+          statistics[j] = statistics_of_row(x[i + j]);
+          store_statistics(p, row, statistics[j]);
+        }
+        for (int64_t j = 0; j < count; ++j)
+          finish_row_(constants, statistics[j], x[i + j], residual[i + j], output[i + j]);
+      });
       Base::finish(sum_, block, sum.data);
       Base::finish(output_, block, output.data);
     });
   }
 
+  Statistics<T> statistics_of_row(const S* x) const {
+    return statistics_of<T>(p.centered ? moments(x, n) : moments_about_zero(x, n), p.eps);
+  }
+
   const View input_ = view(p.input), addend_ = view(p.addend), residual_ = view(p.residual), sum_ = view(p.sum),
              output_ = view(p.output);
-  void (*work_on_row_)(const LayerNormParams&, const ForwardRow<S>&, Dropout<T>&);
+  void (*finish_row_)(RowConstants<T>, Statistics<T>, const S*, const S*, S*);
 };
 
 template <typename S, typename View>
@@ -148,23 +200,28 @@ class Backward : Rows<S, View> {
 
  public:
   Backward(const LayerNormParams& params, const LayerNormGradients& gradients) : Base(params), grad_(gradients) {
-    with_activation(p.activation.kind, [&](auto kind) { work_on_row_ = &backward_row<kind.value, S>; });
+    with_activation(p.activation.kind, [&](auto kind) {
+      if constexpr (kind.value != ActivationKind::None)
+        undo_activation_ =
+            residual_.is_given() ? &undo_activation<kind.value, true, S> : &undo_activation<kind.value, false, S>;
+    });
   }
 
-  // The rows are shared out in a way that does not depend on the number of threads, and so are the sums of a share.
+  // Rows are shared out in a way that does not depend on the number of threads; each share has sums of its own.
   void run() const {
-    const int64_t shares =
-        std::clamp(rows / kMinShare, int64_t(1), std::max(kMaxShares, kSumBytes / int64_t(2 * n * sizeof(T))));
-    const int64_t workers = std::min({shares, num_threads(), std::max(rows * n / kGrain, int64_t(1))});
-    const int64_t sums_size = shares * n, scratch_size = n + kBuffers * Base::buffer_size();
-    const Workspace memory((2 * sums_size + workers * scratch_size) * sizeof(T));
+    const int64_t fitting = kSumBytes / (2 * n * int64_t(sizeof(T)));
+    const int64_t shares = std::clamp(rows / kMinShare, int64_t(1), std::max(kMaxShares, fitting));
+    const int64_t workers = Base::workers(shares), sums_size = shares * n, constants_size = Base::constants_size();
+    const int64_t scratch_size = kGroup * n + kBuffers * Base::buffer_size();
+    const Workspace memory((2 * sums_size + constants_size + workers * scratch_size) * sizeof(T));
     T* const weight_sums = memory.template as<T>();
     T* const bias_sums = weight_sums + sums_size;
-    T* const scratch = bias_sums + sums_size;
+    const RowConstants<T> constants = Base::constants(bias_sums + sums_size);
+    T* const scratch = bias_sums + sums_size + constants_size;
     parallel_tasks(workers, shares, [&](int64_t share, int64_t worker) {
-      const ParameterSums<T> sums{start_sums(grad_.weight, weight_sums + share * n),
-                                  start_sums(grad_.bias, bias_sums + share * n)};
-      run(share * rows / shares, (share + 1) * rows / shares, sums, scratch + worker * scratch_size);
+      run(share * rows / shares, (share + 1) * rows / shares, constants,
+          {start_sums(grad_.weight, weight_sums + share * n), start_sums(grad_.bias, bias_sums + share * n)},
+          scratch + worker * scratch_size);
     });
     add_shares(weight_sums, shares, static_cast<T*>(grad_.weight));
     add_shares(bias_sums, shares, static_cast<T*>(grad_.bias));
@@ -179,27 +236,68 @@ class Backward : Rows<S, View> {
     return sums;
   }
 
-  // Buffers need the space of numbers of type T at most.
-  void run(int64_t first, int64_t last, const ParameterSums<T>& sums, T* scratch) const {
+  // The tensors of a block.
+  struct Tensors {
+    Lines<const S> grad_output, grad_sum, input, residual;
+    Lines<S> grad_input, dropped, grad_residual;
+  };
+
+  void run(int64_t first, int64_t last, const RowConstants<T>& constants, const ParameterSums<T>& sums,
+           T* scratch) const {
     const int64_t size = Base::buffer_size();
-    S* const buffer = reinterpret_cast<S*>(scratch + n);
+    S* const buffer = reinterpret_cast<S*>(scratch + kGroup * n);
     Dropout<T> dropout(p);
     Base::for_each_block(first, last, [&](const Block& block) {
-      const Lines<const S> output = Base::read(grad_output_, block, buffer),
-                           sum = Base::read(grad_sum_, block, buffer + size),
-                           input = Base::read(input_, block, buffer + 2 * size),
-                           residual = Base::read(residual_, block, buffer + 3 * size);
-      const Lines<S> grad_input = Base::write(grad_input_, block, buffer + 4 * size),
-                     dropped = Base::write(dropped_, block, buffer + 5 * size),
-                     grad_residual = Base::write(grad_residual_, block, buffer + 6 * size);
-      for (int64_t i = 0; i < block.count; ++i)
-        work_on_row_(
-            p, {block.row + i, output[i], sum[i], input[i], residual[i], grad_input[i], dropped[i], grad_residual[i]},
-            sums, scratch, dropout);
-      Base::finish(grad_input_, block, grad_input.data);
-      Base::finish(dropped_, block, dropped.data);
-      Base::finish(grad_residual_, block, grad_residual.data);
+      const Tensors t{.grad_output = Base::read(grad_output_, block, buffer),
+                      .grad_sum = Base::read(grad_sum_, block, buffer + size),
+                      .input = Base::read(input_, block, buffer + 2 * size),
+                      .residual = Base::read(residual_, block, buffer + 3 * size),
+                      .grad_input = Base::write(grad_input_, block, buffer + 4 * size),
+                      .dropped = Base::write(dropped_, block, buffer + 5 * size),
+                      .grad_residual = Base::write(grad_residual_, block, buffer + 6 * size)};
+      Base::for_each_group(block, [&](int64_t i, int64_t count) {
+        run_group(constants, t, i, block.row + i, count, sums, scratch, dropout);
+      });
+      Base::finish(grad_input_, block, t.grad_input.data);
+      Base::finish(dropped_, block, t.dropped.data);
+      Base::finish(grad_residual_, block, t.grad_residual.data);
     });
+  }
+
+  // Rows i ... i + count - 1 of a block, the first of which is `row` among all.
+  void run_group(const RowConstants<T>& constants, const Tensors& t, int64_t i, int64_t row, int64_t count,
+                 const ParameterSums<T>& sums, T* scratch, Dropout<T>& dropout) const {
+    Statistics<T> statistics[kGroup];
+    const S *x[kGroup], *grad_output[kGroup];
+    for (int64_t j = 0; j < count; ++j) {
+      statistics[j] = load_statistics<T>(p, row + j);
+      x[j] = t.input[i + j];
+      grad_output[j] = t.grad_output[i + j];
+    }
+    if (!undo_activation_) return run_group(constants, t, i, row, count, statistics, x, grad_output, sums, dropout);
+    const T* g[kGroup];
+    for (int64_t j = 0; j < count; ++j) {
+      undo_activation_(constants, statistics[j], x[j], t.residual[i + j], grad_output[j], scratch + j * n);
+      g[j] = scratch + j * n;
+    }
+    run_group(constants, t, i, row, count, statistics, x, g, sums, dropout);
+  }
+
+  template <typename G>
+  void run_group(const RowConstants<T>& constants, const Tensors& t, int64_t i, int64_t row, int64_t count,
+                 const Statistics<T>* statistics, const S* const* x, const G* const* g, const ParameterSums<T>& sums,
+                 Dropout<T>& dropout) const {
+    if (grad_residual_.is_given())
+      for (int64_t j = 0; j < count; ++j) copy_line<T>(g[j], n, t.grad_residual[i + j]);
+    if (grad_input_.is_given() || dropped_.is_given()) {
+      GradientMeans<T> means[kGroup];
+      for (int64_t j = 0; j < count; ++j) means[j] = gradient_means(constants, p.centered, statistics[j], x[j], g[j]);
+      for (int64_t j = 0; j < count; ++j)
+        gradients_of_input(constants, statistics[j], means[j], x[j], g[j], t.grad_sum[i + j], t.grad_input[i + j],
+                           t.dropped[i + j], (row + j) * n, dropout);
+    }
+    if (count == kGroup) return add_to_sums<kGroup>(n, statistics, x, g, sums);
+    for (int64_t j = 0; j < count; ++j) add_to_sums<1>(n, statistics + j, x + j, g + j, sums);
   }
 
   void add_shares(const T* sums, int64_t shares, T* to) const {
@@ -220,7 +318,8 @@ class Backward : Rows<S, View> {
   const View grad_output_ = view(grad_.output), grad_sum_ = view(grad_.sum), input_ = view(p.input),
              residual_ = view(p.residual), grad_input_ = view(grad_.input), dropped_ = view(grad_.dropped),
              grad_residual_ = view(grad_.residual);
-  void (*work_on_row_)(const LayerNormParams&, const BackwardRow<S>&, const ParameterSums<T>&, T*, Dropout<T>&);
+  // Null where there is none.
+  void (*undo_activation_)(RowConstants<T>, Statistics<T>, const S*, const S*, const S*, T*) = nullptr;
 };
 
 // Calls f with a null pointer to the element type.

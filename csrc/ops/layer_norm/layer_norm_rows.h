@@ -1,5 +1,5 @@
-// One row of layer_norm, forward and backward, in memory of type S: half types are computed in float. A row is read
-// several times, after the first from L1 or L2. Compiled once per instruction set.
+// The steps of layer_norm on a row, forward and backward, in memory of type S: half types are computed in float. A row
+// is read in several steps, after the first from L1 or L2. Compiled once per instruction set.
 #pragma once
 #include <algorithm>
 
@@ -10,7 +10,7 @@
 
 namespace myvision::CPU_CAPABILITY {
 
-inline constexpr int kStreams = 4;              // vectors that are worked on side by side
+inline constexpr int kStreams = 4;  // vectors that are worked on side by side; those behind activations one by one
 inline constexpr int64_t kDropoutChunk = 1024;  // elements whose dropout is drawn at a time
 inline constexpr int64_t kSumChunk = 4096;      // elements that are added up in T before they are in double
 
@@ -30,7 +30,9 @@ class Dropout {
   const T* factors(int64_t first, int64_t n) {
     const int64_t skipped = first % 4;
     philox(seed_, static_cast<uint64_t>(first) / 4, (skipped + n + 3) / 4, words_);
-    for (int64_t i = 0; i < n; ++i) factors_[i] = words_[skipped + i] < threshold_ ? T(0) : scale_;
+    const uint32_t *words = words_ + skipped, threshold = threshold_;
+    const T scale = scale_;
+    for (int64_t i = 0; i < n; ++i) factors_[i] = words[i] < threshold ? T(0) : scale;
     return factors_;
   }
 
@@ -42,12 +44,6 @@ class Dropout {
   uint32_t words_[kDropoutChunk + 4 + 4 * kPhiloxCounters];
   T factors_[kDropoutChunk];
 };
-
-// A vector of an array that may be absent.
-template <typename T, typename S>
-inline Vec<T> load_or(const S* from, int64_t i, int64_t count, T otherwise) {
-  return from ? load<T>(from + i, count) : Vec<T>(otherwise);
-}
 
 template <typename T>
 inline void store_statistics(const LayerNormParams& p, int64_t row, const Statistics<T>& statistics) {
@@ -77,21 +73,32 @@ class Normalizer {
  public:
   explicit Normalizer(const Statistics<T>& s) : mean_(s.mean), rstd_(s.rstd), shift_(-s.rest * s.rstd) {}
   Vec<T> operator()(const Vec<T>& x) const { return at::vec::fmadd(x - mean_, rstd_, shift_); }
+  const Vec<T>& rstd() const { return rstd_; }
 
  private:
   Vec<T> mean_, rstd_, shift_;
 };
 
-// ------------------------------------------------------------------------------------------------ forward
-template <typename S>
-struct ForwardRow {
-  int64_t index;
-  const S *input, *addend, *residual;
-  S *sum, *output;
+// What all rows have in common.
+template <typename T>
+struct RowConstants {
+  int64_t n;
+  const T *weight, *bias;
+  T negative_slope;
 };
 
+// ------------------------------------------------------------------------------------------------ forward
+// sum = input * factors + addend
+template <bool DROPS, typename S, typename T = Compute<S>>
+[[gnu::flatten]] inline void add(const S* input, const T* factors, const S* addend, int64_t n, S* sum) {
+  for_each_vector<T, kStreams>(n, [&](int, int64_t i, int64_t count) {
+    const Vec<T> x = load<T>(input + i, count), y = load<T>(addend + i, count);
+    store(DROPS ? at::vec::fmadd(x, load<T>(factors + i, count), y) : x + y, sum + i, count);
+  });
+}
+
 template <typename Half>
-void round_row(float* x, int64_t n) {
+[[gnu::flatten]] void round_row(float* x, int64_t n) {
   for_each_vector<float, 1>(n, [&](int, int64_t i, int64_t count) {
     Half rounded[Vec<float>::size()];
     store(load<float>(x + i, count), rounded, count);
@@ -99,131 +106,161 @@ void round_row(float* x, int64_t n) {
   });
 }
 
-// sum = dropout(input) + addend, as the sum's own type holds it, in a buffer too
+// sum = dropout(input) + addend, of a row whose first element has this number; as the sum's own type holds it, in a
+// buffer too.
 template <typename S, typename T = Compute<S>>
-void add_row(const LayerNormParams& p, const ForwardRow<S>& row, Dropout<T>& dropout) {
-  const int64_t n = p.channels;
-  for (int64_t first = 0; first < n; first += kDropoutChunk) {
-    const int64_t size = std::min(kDropoutChunk, n - first);
-    const T* factors = dropout.is_on() ? dropout.factors(row.index * n + first, size) : nullptr;
-    const S *input = row.input + first, *addend = row.addend + first;
-    S* sum = row.sum + first;
-    for_each_vector<T, kStreams>(size, [&](int, int64_t i, int64_t count) {
-      store(at::vec::fmadd(load<T>(input + i, count), load_or(factors, i, count, T(1)), load<T>(addend + i, count)),
-            sum + i, count);
-    });
+void add_row(Dtype dtype, const S* input, const S* addend, int64_t first, int64_t n, S* sum, Dropout<T>& dropout) {
+  if (!dropout.is_on()) {
+    add<false>(input, static_cast<const T*>(nullptr), addend, n, sum);
+  } else {
+    for (int64_t i = 0; i < n; i += kDropoutChunk) {
+      const int64_t count = std::min(kDropoutChunk, n - i);
+      add<true>(input + i, dropout.factors(first + i, count), addend + i, count, sum + i);
+    }
   }
   if constexpr (std::is_same_v<S, float>) {
-    if (p.dtype == Dtype::Float16) round_row<c10::Half>(row.sum, n);
-    if (p.dtype == Dtype::BFloat16) round_row<c10::BFloat16>(row.sum, n);
+    if (dtype == Dtype::Float16) round_row<c10::Half>(sum, n);
+    if (dtype == Dtype::BFloat16) round_row<c10::BFloat16>(sum, n);
   }
 }
 
-template <ActivationKind KIND, typename S, typename T = Compute<S>>
-void forward_row(const LayerNormParams& p, const ForwardRow<S>& row, Dropout<T>& dropout) {
-  const int64_t n = p.channels;
-  const S* x = row.input;
-  if (row.addend) {
-    add_row(p, row, dropout);
-    x = row.sum;
-  }
-  const Statistics<T> statistics = statistics_of<T>(p.centered ? moments(x, n) : moments_about_zero(x, n), p.eps);
-  store_statistics(p, row.index, statistics);
+// output = activation(normalized(x) * weight + bias + residual)
+template <ActivationKind KIND, bool RESIDUAL, typename S, typename T = Compute<S>>
+[[gnu::flatten]] void finish_row(const RowConstants<T> row, const Statistics<T> statistics, const S* x,
+                                 const S* residual, S* output) {
   const Normalizer<T> normalize(statistics);
-  const T slope = static_cast<T>(p.activation.negative_slope);
-  const T *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
-  for_each_vector<T, kStreams>(n, [&](int, int64_t i, int64_t count) {
-    Vec<T> z = at::vec::fmadd(normalize(load<T>(x + i, count)), load_or(weight, i, count, T(1)),
-                              load_or(bias, i, count, T(0)));
-    if (row.residual) z = z + load<T>(row.residual + i, count);
-    store(activate<KIND>(z, slope), row.output + i, count);
+  for_each_vector<T, KIND == ActivationKind::None ? kStreams : 1>(row.n, [&](int, int64_t i, int64_t count) {
+    Vec<T> z =
+        at::vec::fmadd(normalize(load<T>(x + i, count)), load<T>(row.weight + i, count), load<T>(row.bias + i, count));
+    if constexpr (RESIDUAL) z = z + load<T>(residual + i, count);
+    store(activate<KIND>(z, row.negative_slope), output + i, count);
   });
 }
 
 // ------------------------------------------------------------------------------------------------ backward
-template <typename S>
-struct BackwardRow {
-  int64_t index;
-  const S *grad_output, *grad_sum, *input, *residual;
-  S *grad_input, *dropped, *grad_residual;
+// g, the gradient before the activation, which is given the same as in finish_row.
+template <ActivationKind KIND, bool RESIDUAL, typename S, typename T = Compute<S>>
+[[gnu::flatten]] void undo_activation(const RowConstants<T> row, const Statistics<T> statistics, const S* x,
+                                      const S* residual, const S* grad_output, T* g) {
+  const Normalizer<T> normalize(statistics);
+  for_each_vector<T, 1>(row.n, [&](int, int64_t i, int64_t count) {
+    Vec<T> z =
+        at::vec::fmadd(normalize(load<T>(x + i, count)), load<T>(row.weight + i, count), load<T>(row.bias + i, count));
+    if constexpr (RESIDUAL) z = z + load<T>(residual + i, count);
+    store(activate_backward<KIND>(load<T>(grad_output + i, count), z, row.negative_slope), g + i, count);
+  });
+}
+
+// Of g * weight, and of that times the normalised row.
+template <typename T>
+struct GradientMeans {
+  T g, g_normalized;
 };
 
-// Over the rows so far; null where not wanted.
+template <typename G, typename S, typename T = Compute<S>>
+[[gnu::flatten]] GradientMeans<T> gradient_means(const RowConstants<T> row, bool centered,
+                                                 const Statistics<T> statistics, const S* x, const G* g) {
+  const Normalizer<T> normalize(statistics);
+  double sum = 0, sum_normalized = 0;
+  for (int64_t first = 0; first < row.n; first += kSumChunk) {
+    VectorSum<T> sums, sums_normalized;
+    for_each_vector<T, kStreams>(std::min(kSumChunk, row.n - first), [&](int stream, int64_t at, int64_t count) {
+      const int64_t i = first + at;
+      const Vec<T> gradient = load<T>(g + i, count) * load<T>(row.weight + i, count);
+      sums[stream] = sums[stream] + gradient;
+      sums_normalized[stream] = at::vec::fmadd(gradient, normalize(load<T>(x + i, count)), sums_normalized[stream]);
+    });
+    sum += static_cast<double>(sums.total());
+    sum_normalized += static_cast<double>(sums_normalized.total());
+  }
+  const double n = static_cast<double>(row.n);
+  return {centered ? static_cast<T>(sum / n) : T(0), static_cast<T>(sum_normalized / n)};
+}
+
+// The gradient of x: rstd * (g * weight - mean - normalized * mean of normalized) + grad_sum. Behind dropout, `dropped`
+// gets it times the factors, and grad_input may be null.
+template <bool SUM, bool DROPS, typename G, typename S, typename T = Compute<S>>
+[[gnu::flatten]] inline void gradient_of_input(const RowConstants<T> row, const Statistics<T> statistics,
+                                               const GradientMeans<T> means, const S* x, const G* g, const S* grad_sum,
+                                               S* grad_input, const T* factors, S* dropped) {
+  const Normalizer<T> normalize(statistics);
+  const Vec<T> mean(means.g), slope(-means.g_normalized);
+  for_each_vector<T, kStreams>(row.n, [&](int, int64_t i, int64_t count) {
+    const Vec<T> gradient = load<T>(g + i, count) * load<T>(row.weight + i, count);
+    // In this order the product is rounded as it was when its mean was taken: a row of one number gets exactly 0.
+    Vec<T> result = normalize.rstd() * (at::vec::fmadd(normalize(load<T>(x + i, count)), slope, gradient) - mean);
+    if constexpr (SUM) result = result + load<T>(grad_sum + i, count);
+    if (!DROPS || grad_input) store(result, grad_input + i, count);
+    if constexpr (DROPS) store(result * load<T>(factors + i, count), dropped + i, count);
+  });
+}
+
+// The same for a row whose first element has this number; null: not there, or not wanted.
+template <bool SUM, typename G, typename S, typename T = Compute<S>>
+void gradients_of_input(const RowConstants<T>& row, const Statistics<T>& statistics, const GradientMeans<T>& means,
+                        const S* x, const G* g, const S* grad_sum, S* grad_input, S* dropped, int64_t first,
+                        Dropout<T>& dropout) {
+  if (!dropped)
+    return gradient_of_input<SUM, false>(row, statistics, means, x, g, grad_sum, grad_input,
+                                         static_cast<const T*>(nullptr), dropped);
+  for (int64_t i = 0; i < row.n; i += kDropoutChunk) {
+    const int64_t count = std::min(kDropoutChunk, row.n - i);
+    gradient_of_input<SUM, true>({count, row.weight + i, row.bias + i, row.negative_slope}, statistics, means, x + i,
+                                 g + i, SUM ? grad_sum + i : nullptr, grad_input ? grad_input + i : nullptr,
+                                 dropout.factors(first + i, count), dropped + i);
+  }
+}
+
+template <typename G, typename S, typename T = Compute<S>>
+void gradients_of_input(const RowConstants<T>& row, const Statistics<T>& statistics, const GradientMeans<T>& means,
+                        const S* x, const G* g, const S* grad_sum, S* grad_input, S* dropped, int64_t first,
+                        Dropout<T>& dropout) {
+  const auto call = grad_sum ? &gradients_of_input<true, G, S> : &gradients_of_input<false, G, S>;
+  call(row, statistics, means, x, g, grad_sum, grad_input, dropped, first, dropout);
+}
+
+// Of the gradients of weight and bias, over some rows; null where not wanted.
 template <typename T>
 struct ParameterSums {
   T *weight, *bias;
 };
 
-template <typename T>
-inline void add_to(T* sums, int64_t i, int64_t count, const Vec<T>& value) {
-  if (sums) store(load<T>(sums + i, count) + value, sums + i, count);
-}
-
-// Of a row: g is the gradient before the activation, times the weight.
-struct GradientMeans {
-  double g = 0, g_normalized = 0;
-};
-
-// Behind an activation, the row's g stay in `scratch`.
-template <ActivationKind KIND, typename S, typename T = Compute<S>>
-GradientMeans reduce_row(const LayerNormParams& p, const BackwardRow<S>& row, const Normalizer<T>& normalize,
-                         const ParameterSums<T>& sums, T* scratch) {
-  const T slope = static_cast<T>(p.activation.negative_slope);
-  const T *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
-  GradientMeans means;
-  for (int64_t first = 0; first < p.channels; first += kSumChunk) {
-    VectorSum<T> sum, sum_normalized;
-    for_each_vector<T, kStreams>(std::min(kSumChunk, p.channels - first), [&](int stream, int64_t at, int64_t count) {
-      const int64_t i = first + at;
-      const Vec<T> normalized = normalize(load<T>(row.input + i, count));
-      const Vec<T> w = load_or(weight, i, count, T(1));
-      Vec<T> g = load<T>(row.grad_output + i, count);
-      if constexpr (KIND != ActivationKind::None) {
-        Vec<T> z = at::vec::fmadd(normalized, w, load_or(bias, i, count, T(0)));
-        if (row.residual) z = z + load<T>(row.residual + i, count);
-        g = activate_backward<KIND>(g, z, slope);
-        store(g * w, scratch + i, count);
+// Adds to them those of ROWS rows.
+template <int ROWS, bool WEIGHT, bool BIAS, typename G, typename S, typename T = Compute<S>>
+[[gnu::flatten]] void add_to_sums(int64_t n, const Statistics<T>* statistics, const S* const* x, const G* const* g,
+                                  const ParameterSums<T> sums) {
+  // Copies, as far as the compiler knows stores may change the arguments.
+  Statistics<T> row_statistics[ROWS];
+  const S* row_x[ROWS];
+  const G* row_g[ROWS];
+  for (int row = 0; row < ROWS; ++row) {
+    row_statistics[row] = statistics[row];
+    row_x[row] = x[row];
+    row_g[row] = g[row];
+  }
+  for_each_vector<T, 1>(n, [&](int, int64_t i, int64_t count) {
+    Vec<T> weight = WEIGHT ? load<T>(sums.weight + i, count) : Vec<T>(T(0));
+    Vec<T> bias = BIAS ? load<T>(sums.bias + i, count) : Vec<T>(T(0));
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; ++row) {
+      const Vec<T> gradient = load<T>(row_g[row] + i, count);
+      if constexpr (WEIGHT) {
+        const Normalizer<T> normalize(row_statistics[row]);
+        weight = at::vec::fmadd(gradient, normalize(load<T>(row_x[row] + i, count)), weight);
       }
-      if (row.grad_residual) store(g, row.grad_residual + i, count);
-      add_to(sums.weight, i, count, g * normalized);
-      add_to(sums.bias, i, count, g);
-      g = keep(g * w, count);
-      sum[stream] = sum[stream] + g;
-      sum_normalized[stream] = at::vec::fmadd(g, normalized, sum_normalized[stream]);
-    });
-    means.g += static_cast<double>(sum.total());
-    means.g_normalized += static_cast<double>(sum_normalized.total());
-  }
-  const double n = static_cast<double>(p.channels);
-  return {p.centered ? means.g / n : 0, means.g_normalized / n};
+      if constexpr (BIAS) bias = bias + gradient;
+    }
+    if constexpr (WEIGHT) store(weight, sums.weight + i, count);
+    if constexpr (BIAS) store(bias, sums.bias + i, count);
+  });
 }
 
-template <ActivationKind KIND, typename S, typename T = Compute<S>>
-void backward_row(const LayerNormParams& p, const BackwardRow<S>& row, const ParameterSums<T>& sums, T* scratch,
-                  Dropout<T>& dropout) {
-  const Statistics<T> statistics = load_statistics<T>(p, row.index);
-  const Normalizer<T> normalize(statistics);
-  const GradientMeans means = reduce_row<KIND>(p, row, normalize, sums, scratch);
-  if (!row.grad_input && !row.dropped) return;
-  const T* weight = static_cast<const T*>(p.weight);
-  const Vec<T> mean(static_cast<T>(means.g)), slope(static_cast<T>(-means.g_normalized)), rstd(statistics.rstd);
-  for (int64_t first = 0; first < p.channels; first += kDropoutChunk) {
-    const int64_t size = std::min(kDropoutChunk, p.channels - first);
-    const bool drops = row.dropped && dropout.is_on();
-    const T* factors = drops ? dropout.factors(row.index * p.channels + first, size) : nullptr;
-    for_each_vector<T, kStreams>(size, [&](int, int64_t at, int64_t count) {
-      const int64_t i = first + at;
-      const Vec<T> normalized = normalize(load<T>(row.input + i, count));
-      const Vec<T> g = KIND == ActivationKind::None
-                           ? load<T>(row.grad_output + i, count) * load_or(weight, i, count, T(1))
-                           : load<T>(scratch + i, count);
-      // In this order g is rounded as it was when its mean was taken: a row of one number gets exactly 0.
-      Vec<T> gradient = rstd * (at::vec::fmadd(normalized, slope, g) - mean);
-      if (row.grad_sum) gradient = gradient + load<T>(row.grad_sum + i, count);
-      if (row.grad_input) store(gradient, row.grad_input + i, count);
-      if (row.dropped) store(gradient * load_or(factors, at, count, T(1)), row.dropped + i, count);
-    });
-  }
+template <int ROWS, typename G, typename S, typename T = Compute<S>>
+inline void add_to_sums(int64_t n, const Statistics<T>* statistics, const S* const* x, const G* const* g,
+                        const ParameterSums<T>& sums) {
+  if (sums.weight && sums.bias) return add_to_sums<ROWS, true, true>(n, statistics, x, g, sums);
+  if (sums.weight) return add_to_sums<ROWS, true, false>(n, statistics, x, g, sums);
+  if (sums.bias) add_to_sums<ROWS, false, true>(n, statistics, x, g, sums);
 }
 
 }  // namespace myvision::CPU_CAPABILITY
