@@ -132,7 +132,15 @@ inline Vec<T> keep(const Vec<T>& value, int64_t n) {
 
 template <typename T>
 inline T sum_lanes(const Vec<T>& value) {
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
   return at::vec::vec_reduce_all<T>([](const Vec<T>& a, const Vec<T>& b) { return a + b; }, value);
+#else
+  alignas(64) T lanes[Vec<T>::size()];  // not passed by value, on which GCC has a note without AVX
+  value.store(lanes);
+  for (int half = Vec<T>::size() / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+#endif
 }
 
 // Calls f(stream, i, count) for every vector i of n numbers, in turn for STREAMS streams, which are to be independent:
