@@ -239,8 +239,7 @@ template <int ROWS, bool WEIGHT, bool BIAS, typename G, typename S, typename T =
     row_g[row] = g[row];
   }
   for_each_vector<T, 1>(n, [&](int, int64_t i, int64_t count) {
-    Vec<T> weight = WEIGHT ? load<T>(sums.weight + i, count) : Vec<T>(T(0));
-    Vec<T> bias = BIAS ? load<T>(sums.bias + i, count) : Vec<T>(T(0));
+    Vec<T> weight(T(0)), bias(T(0));  // of these rows by themselves, which rounds less
 #pragma GCC unroll 4
     for (int row = 0; row < ROWS; ++row) {
       const Vec<T> gradient = load<T>(row_g[row] + i, count);
@@ -250,8 +249,8 @@ template <int ROWS, bool WEIGHT, bool BIAS, typename G, typename S, typename T =
       }
       if constexpr (BIAS) bias = bias + gradient;
     }
-    if constexpr (WEIGHT) store(weight, sums.weight + i, count);
-    if constexpr (BIAS) store(bias, sums.bias + i, count);
+    if constexpr (WEIGHT) store(load<T>(sums.weight + i, count) + weight, sums.weight + i, count);
+    if constexpr (BIAS) store(load<T>(sums.bias + i, count) + bias, sums.bias + i, count);
   });
 }
 
