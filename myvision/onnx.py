@@ -123,7 +123,7 @@ def export(
 
     Raises:
         ImportError: onnx or onnxscript is missing.
-        ValueError: ``opset_version`` is too old for an operator of the model.
+        ValueError: ``opset_version`` is too old for an operator of the model, or a norm is in training.
         TypeError: ``dynamo=False`` or ``verify=True``, which this export cannot do.
         torch.onnx.OnnxExporterError: torch cannot export the model.
 
@@ -141,6 +141,10 @@ def export(
     except torch.onnx.OnnxExporterError as error:
         if cause := _own_cause(error):
             raise cause from None
+        if "auto_functionalized" in str(error) and "myvision" in str(error):
+            raise UnsupportedError(
+                "a norm of the model updates its running statistics, which has no form in ONNX: call model.eval() first"
+            ) from error
         raise
     assert program is not None  # only torch's older exporter returns nothing
     add_function_bodies(program)

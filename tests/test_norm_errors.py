@@ -62,7 +62,7 @@ BAD: dict[str, tuple[list[Case], Callable[[list[Tensor | None]], list[Any]], str
         f"{name} of another dtype": (
             [case for case in CASES if is_given(case, i)],
             replaced(i, Tensor.double),
-            f"{name} must have the dtype of input, float32, or float32, but has float64",
+            f"{name} must have the dtype of input, float32, but has float64",
         )
         for i, name in PARAMETERS.items()
     },

@@ -520,6 +520,9 @@ def test_fast_path_of_the_encoder() -> None:
     layer.norm1 = ours.LayerNorm(8, activation="gelu")
     with torch.no_grad(), pytest.raises(RuntimeError, match="would drop the activation 'gelu'"):
         layer(torch.ones(2, 3, 8))
+    layer.norm1 = ours.LayerNorm(8, channels="first")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="would drop channels='first'"):
+        layer(torch.ones(2, 8, 8))
     layer.norm1 = ours.LayerNorm(8)
     theirs = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     theirs.load_state_dict(layer.state_dict())

@@ -11,6 +11,7 @@ from helpers import random_tensor
 from test_onnx import in_reference, in_runtime, nodes
 from torch import Tensor, nn
 
+import myvision.nn
 import myvision.onnx
 from myvision import ops
 
@@ -134,6 +135,11 @@ def test_dropout_is_refused() -> None:
         ValueError, match=r"add_layer_norm with dropout has no form in ONNX: call model\.eval\(\) first"
     ):
         export(step, random_tensor(3, 5))
+
+
+def test_updates_of_running_statistics_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"updates its running statistics.*model\.eval\(\) first"):
+        myvision.onnx.export(myvision.nn.BatchNorm2d(6), (random_tensor(2, 6, 4, 5),), verbose=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -23,7 +23,9 @@ ORDERS = {
 }
 SANITIZERS = ["address", "thread"]
 # `make test` has run all of it; large sums and the many calls of gradcheck add nothing here but time.
-SELECTED = "emulated and not bitwise and not gradcheck"
+# Of the norms, whose tests are many, those of their kernels' ways, and every norm once.
+NORMS = "norm_kernels or (matches_the_oracle and float32 and channels_last)"
+SELECTED = f"emulated and not bitwise and not gradcheck and (not norm or {NORMS})"
 
 
 def sanitized(name: str) -> dict[str, str]:

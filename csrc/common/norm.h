@@ -17,6 +17,7 @@ namespace myvision {
 // ------------------------------------------------------------------------------------------------ checks
 // In the order in which myvision/ops/_norm.py makes them for the fakes.
 inline Dtype check_floating(const char* op, const Tensor& input) {
+  NORM_CHECK(input.defined(), op, "input must be a tensor, but is None");
   const std::optional<Dtype> dtype = to_dtype(input.scalar_type());
   NORM_CHECK(dtype && is_floating(*dtype), op, "input must have dtype float64, float32, float16 or bfloat16, but has ",
              name_of(input.scalar_type()));
@@ -34,9 +35,10 @@ inline void check_parameter(const char* op, const char* name, const std::optiona
   if (!tensor) return;
   NORM_CHECK(std::ranges::equal(tensor->sizes(), shape), op, name, " must have shape ", shape_name(shape),
              ", but has shape ", shape_name(tensor->sizes()));
-  NORM_CHECK(tensor->scalar_type() == input.scalar_type() || tensor->scalar_type() == ScalarType::Float, op, name,
-             " must have the dtype of input, ", name_of(input.scalar_type()), ", or float32, but has ",
-             name_of(tensor->scalar_type()));
+  const ScalarType type = tensor->scalar_type();
+  NORM_CHECK(type == input.scalar_type() || type == ScalarType::Float, op, name, " must have the dtype of input, ",
+             name_of(input.scalar_type()), input.scalar_type() == ScalarType::Float ? "" : ", or float32", ", but has ",
+             name_of(type));
   check_device(op, name, *tensor, input);
 }
 
@@ -44,6 +46,7 @@ inline void check_parameter(const char* op, const char* name, const std::optiona
 inline void check_like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
                              const Tensor& input) {
   if (!tensor) return;
+  NORM_CHECK(tensor->defined(), op, name, " must be a tensor, but is None");
   NORM_CHECK(std::ranges::equal(tensor->sizes(), input.sizes()), op, name, " must have the shape of input, ",
              shape_name(input.sizes()), ", but has shape ", shape_name(tensor->sizes()));
   NORM_CHECK(tensor->scalar_type() == input.scalar_type(), op, name, " must have the dtype of input, ",

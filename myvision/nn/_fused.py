@@ -39,12 +39,12 @@ class FusedActivation:
 
     @property
     def eps(self) -> Any:  # of an RMSNorm it may be None
-        if self.activation is not None and not torch.compiler.is_compiling():
+        if self._extras() and not torch.compiler.is_compiling():
             reader = sys._getframe(1)
             if reader.f_globals.get("__name__", "").startswith(_TAKES_NORMS_APART):
                 raise RuntimeError(
-                    f"{reader.f_code.co_name} would drop the activation {self.activation!r} of {self}. "
-                    "Give the norm no activation and use a module of its own for it; to synchronise batch norms, use "
+                    f"{reader.f_code.co_name} would drop {self._extras()} of {self}. Leave it out of the norm, with a "
+                    "module of its own for an activation; to synchronise batch norms, use "
                     "myvision.nn.SyncBatchNorm.convert_sync_batchnorm."
                 )
         return self.__dict__["eps"]
@@ -52,6 +52,12 @@ class FusedActivation:
     @eps.setter
     def eps(self, value: float) -> None:
         self.__dict__["eps"] = value
+
+    def _extras(self) -> str:
+        """What this norm does beyond torch's; nothing, if empty."""
+        if self.activation is not None:
+            return f"the activation {self.activation!r}"
+        return "channels='first'" if getattr(self, "channels", "last") == "first" else ""
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]

@@ -97,8 +97,12 @@ def _check_call(
     check_activation(op, activation)
 
 
-def _check_dropout(op: str, dropout_p: float, seed: Tensor | None, input: Tensor) -> None:
+def check_probability(op: str, dropout_p: float) -> None:
     check(op, 0 <= dropout_p <= 1, lambda: f"dropout_p must be between 0 and 1, but is {dropout_p:g}")
+
+
+def _check_dropout(op: str, dropout_p: float, seed: Tensor | None, input: Tensor) -> None:
+    check_probability(op, dropout_p)
     if dropout_p == 0:
         return
     check(op, seed is not None, lambda: "dropout needs a seed, but seed is None")

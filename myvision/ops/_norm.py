@@ -63,11 +63,12 @@ def check_parameter(op: str, name: str, tensor: Tensor | None, shape: Sequence[i
     if tensor is None:
         return
     check_shape(op, name, tensor, shape, f"shape {tuple(shape)}")
+    alternative = "" if input.dtype == torch.float32 else ", or float32"
     check(
         op,
         tensor.dtype in (input.dtype, torch.float32),
         lambda: (
-            f"{name} must have the dtype of input, {name_of(input.dtype)}, or float32, but has {name_of(tensor.dtype)}"
+            f"{name} must have the dtype of input, {name_of(input.dtype)}{alternative}, but has {name_of(tensor.dtype)}"
         ),
     )
     check_device(op, name, tensor, input)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from myvision._overrides import overridable
 from myvision._reference.add_layer_norm import add_layer_norm as reference
-from myvision.ops._layer_norm import as_shape, fake_add_layer_norm, new_seed, register_add
+from myvision.ops._layer_norm import as_shape, check_probability, fake_add_layer_norm, new_seed, register_add
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 
 _ops = torch.ops.myvision
@@ -61,6 +61,7 @@ def add_layer_norm(
     Papers: `Layer Normalization <https://arxiv.org/abs/1607.06450>`_ and `On Layer Normalization in the Transformer
     Architecture <https://arxiv.org/abs/2002.04745>`_.
     """
+    check_probability("add_layer_norm", dropout_p)
     dropout_p = dropout_p if training else 0.0
     return _ops.add_layer_norm.default(
         input, residual, as_shape(normalized_shape), weight, bias, eps, dropout_p, new_seed(input, dropout_p)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from myvision._overrides import overridable
 from myvision._reference.add_rms_norm import add_rms_norm as reference
-from myvision.ops._layer_norm import as_shape, fake_add_rms_norm, new_seed, register_add
+from myvision.ops._layer_norm import as_shape, check_probability, fake_add_rms_norm, new_seed, register_add
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import default_rms_eps
 
@@ -59,6 +59,7 @@ def add_rms_norm(
 
     Paper: `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_.
     """
+    check_probability("add_rms_norm", dropout_p)
     dropout_p = dropout_p if training else 0.0
     if eps is None:
         eps = default_rms_eps(input)

@@ -227,8 +227,9 @@ class ColumnSums {
 
 // out = (x - mean) * scale + shift + gradient * factor; without x only the last term
 template <bool ALONG, typename Gradients, typename S, typename T = Compute<S>>
-[[gnu::flatten]] inline void write_input_gradient(const Gradients& gradients, Lines<const S> x, const Affine<T>& channels,
-                                 const T* factor, Lines<S> out, int64_t lines, int64_t n) {
+[[gnu::flatten]] inline void write_input_gradient(const Gradients& gradients, Lines<const S> x,
+                                                  const Affine<T>& channels, const T* factor, Lines<S> out,
+                                                  int64_t lines, int64_t n) {
   const auto write = [&]<bool X>() {
     for (int64_t line = 0; line < lines; ++line) {
       const auto gradient = gradients(line);
