@@ -118,9 +118,10 @@ def arguments(op: str, input: Tensor, residual: Tensor, p: float, seed: int) -> 
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 64), (9, 1), (1, 1031)], ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_the_mask_is_that_of_the_reference(op: str, seed: int, shape: tuple[int, ...], p: float, device: str) -> None:
-    ones = torch.ones(shape, device=device)
-    sum = getattr(torch.ops.myvision, op)(*arguments(op, ones, torch.zeros_like(ones), p, seed))[1]
-    assert torch.equal(sum != 0, keep_mask(ones, p, torch.tensor(seed, device=device)))
+    for dtype in (torch.float32, torch.float16):  # a GPU's threads hold 4 of the one and 8 of the other
+        ones = torch.ones(shape, device=device, dtype=dtype)
+        sum = getattr(torch.ops.myvision, op)(*arguments(op, ones, torch.zeros_like(ones), p, seed))[1]
+        assert torch.equal(sum != 0, keep_mask(ones, p, torch.tensor(seed, device=device)))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted", "sliced"])
