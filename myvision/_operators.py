@@ -48,9 +48,10 @@ def describe(name: str) -> dict[str, str]:
     }
 
 
-def overload(name: str) -> torch._ops.OpOverload:
+def overload(name: str, namespace: str = NAMESPACE) -> torch._ops.OpOverload:
+    """The operator of one of these names."""
     operator, _, overload_name = name.partition(".")
-    return getattr(getattr(getattr(torch.ops, NAMESPACE), operator), overload_name or "default")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload_name or "default")
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:

@@ -22,6 +22,8 @@ from helpers import REPOSITORY, load_script
 from ninja import ninja_syntax
 from torch.utils import cpp_extension
 
+from myvision._operators import overload
+
 SIMT = REPOSITORY / "tests" / "simt"
 WARP_SIZES = [32, 64]
 # How kernels are instrumented, and what the emulator, which is not, has to know of it.
@@ -122,9 +124,7 @@ def in_place_of_cpu(emulator: Emulator) -> Iterator[None]:
     """Has myvision's operators run the emulated kernels where they would run those of the CPU."""
     library = torch.library.Library("myvision", "IMPL")
     for name in load(emulator):
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(getattr(torch.ops, emulator.namespace), packet), overload or "default")
-        library.impl(name, operator, "CPU", allow_override=True)
+        library.impl(name, overload(name, emulator.namespace), "CPU", allow_override=True)
     try:
         yield
     finally:

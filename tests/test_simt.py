@@ -13,7 +13,7 @@ import torch
 from emulation import Emulator
 from helpers import random_tensor
 
-from myvision._operators import has_kernel, operator_names
+from myvision._operators import has_kernel, operator_names, overload
 from myvision.ops import my_add
 
 pytestmark = pytest.mark.skipif(not emulation.is_supported(), reason="the GPU emulator runs on Linux and x86-64")
@@ -172,8 +172,8 @@ def test_every_operator_is_emulated(warp_size: int) -> None:
     gpu_operators = [name for name in operator_names(private=True) if has_kernel(name, "CPU")]
     assert sorted(emulation.load(emulator)) == gpu_operators
     for name in gpu_operators:
-        emulated, schema = getattr(torch.ops, emulator.namespace), getattr(torch.ops.myvision, name).default._schema
-        assert str(getattr(emulated, name).default._schema) == f"{emulator.namespace}{str(schema)[len('myvision') :]}"
+        emulated, schema = overload(name, emulator.namespace)._schema, overload(name)._schema
+        assert str(emulated) == f"{emulator.namespace}{str(schema)[len('myvision') :]}"
 
 
 @pytest.mark.parametrize("warp_size", emulation.WARP_SIZES)

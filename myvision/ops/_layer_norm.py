@@ -98,7 +98,9 @@ def _check_call(
 
 
 def check_probability(op: str, dropout_p: float) -> None:
-    check(op, 0 <= dropout_p <= 1, lambda: f"dropout_p must be between 0 and 1, but is {dropout_p:g}")
+    """In plain Python, as the functions call it: a compiled graph takes no check of a number that it does not know."""
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"{op}: dropout_p must be between 0 and 1, but is {dropout_p:g}")
 
 
 def _check_dropout(op: str, dropout_p: float, seed: Tensor | None, input: Tensor) -> None:
