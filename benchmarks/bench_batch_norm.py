@@ -13,10 +13,7 @@ from torch import Tensor
 
 from myvision.ops import batch_norm, instance_norm
 
-from .harness import OURS, Bar, Case, Function, Settings, TimeCase
-
-EAGER = "torch eager"
-COMPILED = "torch.compile"
+from .harness import COMPILED, EAGER, Bar, Case, Function, Settings, TimeCase, beside_torch
 
 EVAL = "batch_norm + add + relu, evaluation"
 TRAINING = "batch_norm + add + relu, training, forward + backward"
@@ -90,25 +87,20 @@ class Problem:
         tensors, running = self.tensors()
         return {
             name: partial(function, *tensors, *running, False)
-            for name, function in _with_compiled(_batch_norm, _plain_batch_norm).items()
+            for name, function in beside_torch(_batch_norm, _plain_batch_norm).items()
         }
 
     def forward_backward(self, group: str) -> Mapping[str, Function]:
         tensors, running = self.tensors()
-        functions = _with_compiled(_batch_norm, _plain_batch_norm)
+        functions = beside_torch(_batch_norm, _plain_batch_norm)
         rest: tuple[Tensor | bool, ...] = (*running, True)
         if group == INSTANCE:
-            functions, rest = _with_compiled(_instance_norm, _plain_instance_norm), ()
+            functions, rest = beside_torch(_instance_norm, _plain_instance_norm), ()
             tensors.pop()
         for tensor in tensors:
             tensor.requires_grad_()
         grad = self._randn()
         return {name: partial(_run_backward, function, tensors, rest, grad) for name, function in functions.items()}
-
-
-def _with_compiled(ours: Callable[..., Tensor], plain: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
-    torch.compiler.reset()
-    return {OURS: ours, EAGER: plain, COMPILED: torch.compile(plain, dynamic=False)}
 
 
 def _batch_norm(

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from myvision.ops import add_layer_norm, layer_norm
 
-from .harness import OURS, Bar, Case, Function, Settings, TimeCase
-
-EAGER = "torch eager"
-COMPILED = "torch.compile"
+from .harness import COMPILED, EAGER, Bar, Case, Function, Settings, TimeCase, beside_torch
 
 FORWARD = "layer_norm forward"
 BACKWARD = "layer_norm forward + backward"
@@ -94,7 +91,7 @@ class Problem:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         ours, plain = (_add_layer_norm, _add_plain) if self.adds else (_layer_norm, _plain)
-        return {OURS: ours, EAGER: plain, COMPILED: torch.compile(plain, dynamic=False)}
+        return beside_torch(ours, plain)
 
     def forward(self) -> Mapping[str, Function]:
         tensors = self.tensors()

@@ -13,15 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 OURS = "myvision"
+EAGER = "torch eager"
+COMPILED = "torch.compile"
 BATCH_SECONDS = 0.3
 LIMIT_TRIES = 30
 
 Function = Callable[[], torch.Tensor]
+
+
+def beside_torch(ours: Callable[..., Any], plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Ours and the same in plain torch, as it is and compiled: anew for each case, or torch stops after a few."""
+    torch.compiler.reset()
+    return {OURS: ours, EAGER: plain, COMPILED: torch.compile(plain, dynamic=False)}
 
 
 @dataclass(frozen=True)
