@@ -39,9 +39,9 @@ class FusedActivation:
 
     @property
     def eps(self) -> Any:  # of an RMSNorm it may be None
-        if self._extras() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             reader = sys._getframe(1)
-            if reader.f_globals.get("__name__", "").startswith(_TAKES_NORMS_APART):
+            if reader.f_globals.get("__name__", "").startswith(_TAKES_NORMS_APART) and self._extras():
                 raise RuntimeError(
                     f"{reader.f_code.co_name} would drop {self._extras()} of {self}. Leave it out of the norm, with a "
                     "module of its own for an activation; to synchronise batch norms, use "
