@@ -17,7 +17,7 @@ constexpr int64_t kMaxRows = 64;             // which are at most so many
 constexpr int64_t kMinShare = 16;            // rows that share sums of the gradients of weight and bias
 constexpr int64_t kMaxShares = 64;           // or, where rows are short, more of them:
 constexpr int64_t kSumBytes = 256 << 10;     // as many as fit
-constexpr int64_t kGroup = 4;                // rows that are worked on step by step together,
+constexpr int64_t kGroup = 4;                // rows that are added to those sums together,
 constexpr int64_t kGroupBytes = 16 << 10;    // if they take no more of L1
 
 // LineView for rows that all are used where they lie, in their own type.
@@ -52,7 +52,8 @@ struct Block {
   int64_t b, h, w;  // of the first
 };
 
-// The tensors of a call, and how their rows are worked on: in blocks of neighbours, and there in groups.
+// The tensors of a call, and how their rows are worked on: in blocks of neighbours, and there one by one, as memory
+// answers rows that are read side by side more slowly.
 template <typename S, typename View>
 class Rows {
  public:
@@ -94,15 +95,6 @@ class Rows {
     }
   }
 
-  // body(i, count) for rows i ... i + count - 1 of a block.
-  template <typename Body>
-  void for_each_group(const Block& block, const Body& body) const {
-    for (int64_t i = 0, count; i < block.count; i += count) {
-      count = std::min(block.count - i, group_rows);
-      body(i, count);
-    }
-  }
-
   Lines<const S> read(const View& view, const Block& block, S* buffer) const {
     if (!view.is_given()) return {nullptr, 0};
     return view.read(view.offset(block.b, 0, block.h, block.w), block.count, n, buffer);
@@ -117,7 +109,6 @@ class Rows {
 
   const LayerNormParams& p;
   const int64_t n = p.channels, rows = number_of_rows(p);
-  const int64_t group_rows = kGroup * n * int64_t(sizeof(S)) <= kGroupBytes ? kGroup : 1;
 
  private:
   int64_t block_rows() const {
@@ -167,17 +158,13 @@ class Forward : Rows<S, View> {
       const Lines<S> sum = Base::write(sum_, block, buffer + 3 * size),
                      output = Base::write(output_, block, buffer + 4 * size);
       const Lines<const S> x = addend_.is_given() ? as_const(sum) : input;
-      Base::for_each_group(block, [&](int64_t i, int64_t count) {
-        Statistics<T> statistics[kGroup];
-        for (int64_t j = 0; j < count; ++j) {
-          const int64_t row = block.row + i + j;
-          if (addend_.is_given()) add_row(p.dtype, input[i + j], addend[i + j], row * n, n, sum[i + j], dropout);
-          statistics[j] = statistics_of_row(x[i + j]);
-          store_statistics(p, row, statistics[j]);
-        }
-        for (int64_t j = 0; j < count; ++j)
-          finish_row_(constants, statistics[j], x[i + j], residual[i + j], output[i + j]);
-      });
+      for (int64_t i = 0; i < block.count; ++i) {
+        const int64_t row = block.row + i;
+        if (addend_.is_given()) add_row(p.dtype, input[i], addend[i], row * n, n, sum[i], dropout);
+        const Statistics<T> statistics = statistics_of_row(x[i]);
+        store_statistics(p, row, statistics);
+        finish_row_(constants, statistics, x[i], residual[i], output[i]);
+      }
       Base::finish(sum_, block, sum.data);
       Base::finish(output_, block, output.data);
     });
@@ -211,20 +198,18 @@ class Backward : Rows<S, View> {
   void run() const {
     const int64_t fitting = kSumBytes / (2 * n * int64_t(sizeof(T)));
     const int64_t shares = std::clamp(rows / kMinShare, int64_t(1), std::max(kMaxShares, fitting));
-    const int64_t workers = Base::workers(shares), sums_size = shares * n, constants_size = Base::constants_size();
+    const int64_t workers = Base::workers(shares), sums_size = shares * 2 * n, constants_size = Base::constants_size();
     const int64_t scratch_size = kGroup * n + kBuffers * Base::buffer_size();
-    const Workspace memory((2 * sums_size + constants_size + workers * scratch_size) * sizeof(T));
-    T* const weight_sums = memory.template as<T>();
-    T* const bias_sums = weight_sums + sums_size;
-    const RowConstants<T> constants = Base::constants(bias_sums + sums_size);
-    T* const scratch = bias_sums + sums_size + constants_size;
+    const Workspace memory((sums_size + constants_size + workers * scratch_size) * sizeof(T));
+    T* const sums = memory.template as<T>();
+    const RowConstants<T> constants = Base::constants(sums + sums_size);
+    T* const scratch = sums + sums_size + constants_size;
     parallel_tasks(workers, shares, [&](int64_t share, int64_t worker) {
+      T* const of_share = sums + share * 2 * n;
       run(share * rows / shares, (share + 1) * rows / shares, constants,
-          {start_sums(grad_.weight, weight_sums + share * n), start_sums(grad_.bias, bias_sums + share * n)},
-          scratch + worker * scratch_size);
+          {start_sums(grad_.weight, of_share), start_sums(grad_.bias, of_share + n)}, scratch + worker * scratch_size);
     });
-    add_shares(weight_sums, shares, static_cast<T*>(grad_.weight));
-    add_shares(bias_sums, shares, static_cast<T*>(grad_.bias));
+    add_shares(sums, shares);
   }
 
  private:
@@ -255,9 +240,10 @@ class Backward : Rows<S, View> {
                       .grad_input = Base::write(grad_input_, block, buffer + 4 * size),
                       .dropped = Base::write(dropped_, block, buffer + 5 * size),
                       .grad_residual = Base::write(grad_residual_, block, buffer + 6 * size)};
-      Base::for_each_group(block, [&](int64_t i, int64_t count) {
+      for (int64_t i = 0, count; i < block.count; i += count) {
+        count = std::min(block.count - i, group_rows_);
         run_group(constants, t, i, block.row + i, count, sums, scratch, dropout);
-      });
+      }
       Base::finish(grad_input_, block, t.grad_input.data);
       Base::finish(dropped_, block, t.dropped.data);
       Base::finish(grad_residual_, block, t.grad_residual.data);
@@ -290,31 +276,34 @@ class Backward : Rows<S, View> {
     if (grad_residual_.is_given())
       for (int64_t j = 0; j < count; ++j) copy_line<T>(g[j], n, t.grad_residual[i + j]);
     if (grad_input_.is_given() || dropped_.is_given()) {
-      GradientMeans<T> means[kGroup];
-      for (int64_t j = 0; j < count; ++j) means[j] = gradient_means(constants, p.centered, statistics[j], x[j], g[j]);
-      for (int64_t j = 0; j < count; ++j)
-        gradients_of_input(constants, statistics[j], means[j], x[j], g[j], t.grad_sum[i + j], t.grad_input[i + j],
+      for (int64_t j = 0; j < count; ++j) {
+        const GradientMeans<T> means = gradient_means(constants, p.centered, statistics[j], x[j], g[j]);
+        gradients_of_input(constants, statistics[j], means, x[j], g[j], t.grad_sum[i + j], t.grad_input[i + j],
                            t.dropped[i + j], (row + j) * n, dropout);
+      }
     }
     if (count == kGroup) return add_to_sums<kGroup>(n, statistics, x, g, sums);
     for (int64_t j = 0; j < count; ++j) add_to_sums<1>(n, statistics + j, x + j, g + j, sums);
   }
 
-  void add_shares(const T* sums, int64_t shares, T* to) const {
-    if (!to) return;
-    parallel_for(0, n, std::max(kGrain / shares, int64_t(1)), [&](int64_t first, int64_t last) {
+  // Of each share the sums for the weight, and those for the bias.
+  void add_shares(const T* sums, int64_t shares) const {
+    T *const weight = static_cast<T*>(grad_.weight), *const bias = static_cast<T*>(grad_.bias);
+    const int64_t begin = weight ? 0 : n, end = bias ? 2 * n : n;
+    parallel_for(begin, end, std::max(kGrain / shares, int64_t(1)), [&](int64_t first, int64_t last) {
       constexpr int64_t kColumns = 64;
       for (int64_t i = first; i < last; i += kColumns) {
         const int64_t columns = std::min(kColumns, last - i);
         double total[kColumns] = {};
         for (int64_t share = 0; share < shares; ++share)
-          for (int64_t j = 0; j < columns; ++j) total[j] += static_cast<double>(sums[share * n + i + j]);
-        for (int64_t j = 0; j < columns; ++j) to[i + j] = static_cast<T>(total[j]);
+          for (int64_t j = 0; j < columns; ++j) total[j] += static_cast<double>(sums[share * 2 * n + i + j]);
+        for (int64_t j = 0; j < columns; ++j) (i + j < n ? weight[i + j] : bias[i + j - n]) = static_cast<T>(total[j]);
       }
     });
   }
 
   const LayerNormGradients& grad_;
+  const int64_t group_rows_ = kGroup * n * int64_t(sizeof(S)) <= kGroupBytes ? kGroup : 1;
   const View grad_output_ = view(grad_.output), grad_sum_ = view(grad_.sum), input_ = view(p.input),
              residual_ = view(p.residual), grad_input_ = view(grad_.input), dropped_ = view(grad_.dropped),
              grad_residual_ = view(grad_.residual);
