@@ -44,10 +44,11 @@ def _autocast_kernel(op: torch._ops.OpOverload, device_type: str, cast: Cast) ->
 
 def _to_autocast_dtype(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
     dtype = torch.get_autocast_dtype(device_type)
-    return (_cast(arg, device_type, dtype) for arg in args)
+    return (cast_to(arg, dtype, device_type) for arg in args)
 
 
-def _cast(arg: Any, device_type: str, dtype: torch.dtype) -> Any:
+def cast_to(arg: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """A floating-point tensor of this device in another dtype, unless it is float64; anything else as it is."""
     castable = (
         isinstance(arg, torch.Tensor)
         and arg.is_floating_point()

@@ -1,4 +1,5 @@
-// Register-blocked matrix product for one instruction set, the heart of deform_conv2d. Compiled once per set.
+// Register-blocked matrix product for one instruction set, the heart of deform_conv2d and attention. Compiled once per
+// set.
 //
 // A tile of C, kRows x kCols, stays in registers while a depth of A and B streams past: per step one row of B is
 // loaded, each element of a column of A is broadcast, and kRows * kCols multiply-adds are done. B rows come from a
@@ -150,12 +151,13 @@ inline TileFunction<T> tile_of_rows(int64_t rows, std::integer_sequence<int, I..
 }  // namespace detail
 
 // c[rows][kCols] (+)= a * b: strips of kRows rows, the rest cut so that no strip is needlessly thin.
-// Meanwhile `ahead`, of `depth` rows as far apart as b's, is fetched into the cache: the panel that comes next.
+// Meanwhile `ahead`, of `depth` rows as far apart as b's, is fetched into the cache: the panel that comes next. Null
+// where that is there already.
 template <typename T>
 inline void gemm_panel(GemmLeft<T> a, GemmRight<T> b, int64_t rows, int64_t depth, T* c, int64_t ldc, bool accumulate,
-                       const T* ahead) {
+                       const T* ahead = nullptr) {
   constexpr int64_t kRows = GemmTile<T>::kRows, kLine = 64 / sizeof(T);
-  const int64_t fetch_per_row = (depth + rows - 1) / rows;
+  const int64_t fetch_per_row = ahead ? (depth + rows - 1) / rows : 0;
   for (int64_t done = 0; done < rows;) {
     const int64_t left = rows - done;
     const int64_t strip = left >= 2 * kRows ? kRows : left > kRows ? (left + 1) / 2 : left;

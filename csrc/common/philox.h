@@ -26,6 +26,13 @@ MYVISION_HOST_DEVICE PhiloxWords philox(uint64_t key, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
+// Word element % 4, kept in registers, which an index known at run time alone would move to memory on a GPU.
+MYVISION_HOST_DEVICE uint32_t word_of(const PhiloxWords& words, int64_t element) {
+  const uint32_t low = element & 1 ? words.word[1] : words.word[0];
+  const uint32_t high = element & 1 ? words.word[3] : words.word[2];
+  return element & 2 ? high : low;
+}
+
 // Element e of a tensor, counted in the order of its indices, is kept where word e % 4 of philox(seed, e / 4) is not
 // below this; 2^32 keeps none.
 MYVISION_HOST_DEVICE uint64_t dropout_threshold(double p) { return static_cast<uint64_t>(p * 4294967296.0); }

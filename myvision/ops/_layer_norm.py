@@ -15,11 +15,11 @@ from myvision._reference._normalise import real
 from myvision._reference.layer_norm import layer_norm as layer_norm_reference
 from myvision._reference.rms_norm import rms_norm as rms_norm_reference
 from myvision._vmap import register_vmap
+from myvision.ops._dropout import check_dropout
 from myvision.ops._norm import (
     argument_positions,
     check,
     check_activation,
-    check_device,
     check_eps,
     check_floating,
     check_like_input,
@@ -27,7 +27,6 @@ from myvision.ops._norm import (
     check_parameter,
     check_statistics,
     gradients_of,
-    name_of,
     parameter_gradient,
     real_dtype,
     register_norm_autocast,
@@ -42,11 +41,6 @@ def is_first(op: str, channels: Literal["first", "last"]) -> bool:
     if channels not in ("first", "last"):
         raise ValueError(f"{op}: channels must be 'first' or 'last', but is {channels!r}")
     return channels == "first"
-
-
-def new_seed(input: Tensor, dropout_p: float) -> Tensor | None:
-    """A number of torch's default generator; None where nothing is dropped."""
-    return torch.randint(2**63 - 1, (), device=input.device) if dropout_p > 0 else None
 
 
 # ---- what the operators return, and what they reject: the same as csrc/ops/layer_norm/layer_norm.cpp -----------------
@@ -95,26 +89,6 @@ def _check_call(
     check_like_input(op, "residual", residual, input)
     check_eps(op, eps)
     check_activation(op, activation)
-
-
-def check_probability(op: str, dropout_p: float) -> None:
-    """In plain Python, as the functions call it: a compiled graph takes no check of a number that it does not know."""
-    if not 0 <= dropout_p <= 1:
-        raise RuntimeError(f"{op}: dropout_p must be between 0 and 1, but is {dropout_p:g}")
-
-
-def _check_dropout(op: str, dropout_p: float, seed: Tensor | None, input: Tensor) -> None:
-    check_probability(op, dropout_p)
-    if dropout_p == 0:
-        return
-    check(op, seed is not None, lambda: "dropout needs a seed, but seed is None")
-    assert seed is not None
-    check(
-        op,
-        seed.dtype == torch.int64 and seed.dim() == 0,
-        lambda: f"seed must be one int64 without dimensions, but is {name_of(seed.dtype)} of shape {tuple(seed.shape)}",
-    )
-    check_device(op, "seed", seed, input)
 
 
 def _new_image(input: Tensor, channels_first: bool) -> Tensor:
@@ -199,7 +173,7 @@ def _fake_add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_call(op, input, normalized_shape, weight, bias, None, False, eps, None)
     check_like_input(op, "residual", residual, input)
-    _check_dropout(op, dropout_p, seed, input)
+    check_dropout(op, dropout_p, seed, input)
     statistics = _new_statistics(input, normalized_shape, False, op == "add_layer_norm")
     return _new_image(input, False), _new_image(input, False), statistics
 
@@ -247,7 +221,7 @@ def _fake_add_backward(
 ) -> tuple[Tensor | None, ...]:
     op = "add_layer_norm"
     _check_call(op, sum, normalized_shape, weight, bias, None, False, eps, None)
-    _check_dropout(op, dropout_p, seed, sum)
+    check_dropout(op, dropout_p, seed, sum)
     check_mask(op, output_mask, 4)
     check_statistics(op, statistics, _new_statistics(sum, normalized_shape, False, statistics.shape[0] == 3).shape, sum)
     check_like_input(op, "grad_output", grad_output, sum)

@@ -42,11 +42,11 @@ def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int], wanted
         check(op, size == wanted_size, message)
 
 
-def check_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+def check_device(op: str, name: str, tensor: Tensor, input: Tensor, input_name: str = "input") -> None:
     check(
         op,
         tensor.device == input.device,
-        lambda: f"{name} must be on the device of input, {input.device}, but is on {tensor.device}",
+        lambda: f"{name} must be on the device of {input_name}, {input.device}, but is on {tensor.device}",
     )
 
 

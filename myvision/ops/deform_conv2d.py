@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.jit import TracerWarning  # type: ignore[attr-defined]
 from torch.nn.modules.utils import _pair
 
 from myvision._autocast import register_autocast
@@ -17,6 +15,7 @@ from myvision._autograd import register_autograd, register_second_derivative
 from myvision._layout import is_channels_last
 from myvision._overrides import overridable
 from myvision._reference import deform_conv2d as reference
+from myvision._tracing import constant
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _forward = torch.ops.myvision.deform_conv2d.default
@@ -80,8 +79,8 @@ def deform_conv2d(
     strides, dilations = _pair(stride), _pair(dilation)
     groups = offset_groups = 1
     if input.dim() == weight.dim() == offset.dim() == 4:  # or else the operator says what is wrong
-        kernel_size = _constant(weight.shape[2]), _constant(weight.shape[3])
-        groups = _quotient(input.shape[1], _constant(weight.shape[1]))
+        kernel_size = constant(weight.shape[2]), constant(weight.shape[3])
+        groups = _quotient(input.shape[1], constant(weight.shape[1]))
         offset_groups = _quotient(offset.shape[1], 2 * kernel_size[0] * kernel_size[1])
         if padding == "same":
             input, padding = _pad_to_same_size(input, kernel_size, strides, dilations)
@@ -95,18 +94,9 @@ def deform_conv2d(
     return output
 
 
-def _constant(size: int) -> int:
-    """A size as a number even under torch.jit.trace, which would record it: geometry is constant, not data."""
-    if torch._C._get_tracing_state() is None:
-        return size
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TracerWarning)
-        return int(size)
-
-
 def _quotient(channels: int, share: int) -> int:
     """How many groups there are; at least 1, so that what does not fit is an error about channels, not about groups."""
-    return max(_constant(channels) // max(share, 1), 1)
+    return max(constant(channels) // max(share, 1), 1)
 
 
 def _pad_to_same_size(

@@ -6,11 +6,10 @@
 #include <initializer_list>
 
 #include "common/parallel.h"
+#include "common/rounding.h"
 #include "ops/batch_norm/batch_norm.h"
 
 namespace myvision::CPU_CAPABILITY {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Sizes of the tensors, and what shares statistics.
 struct Shape4 {

@@ -29,11 +29,6 @@ constexpr int64_t kImageBytes = int64_t(12) << 20;  // of slices or output gradi
 constexpr int64_t kProductDepth = 256;              // rows of a packed panel multiplied at a time: they stay in L1
 constexpr int64_t kSerialOperations = int64_t(1) << 18;  // fewer are not worth waking threads for
 
-// Row pitch for a matrix of `columns`: an odd number of cache lines, so that rows do not compete for cache sets.
-int64_t padded_row(int64_t columns) {
-  return round_up(columns, 16) / 16 % 2 ? round_up(columns, 16) : round_up(columns, 16) + 16;
-}
-
 // What forward and backward share. In is the type in memory, T the one computed in.
 template <typename In, typename T = Compute<In>>
 struct Common {

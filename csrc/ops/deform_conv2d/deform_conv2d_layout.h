@@ -5,12 +5,10 @@
 #include <cstdint>
 #include <numeric>
 
+#include "common/rounding.h"
 #include "ops/deform_conv2d/deform_conv2d.h"
 
 namespace myvision::CPU_CAPABILITY {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 constexpr int64_t kTilePixels = 128;  // most output pixels of a tile
 constexpr int64_t kTileWidth = 32;    // and its greatest width

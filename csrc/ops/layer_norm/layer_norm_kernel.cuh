@@ -121,13 +121,6 @@ __device__ __forceinline__ Pack<Real, kWidth> load_parameters(const void* data, 
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// The word in registers, which an index known at run time alone would move to memory.
-__device__ __forceinline__ uint32_t word_of(const PhiloxWords& words, int64_t element) {
-  const uint32_t low = element & 1 ? words.word[1] : words.word[0];
-  const uint32_t high = element & 1 ? words.word[3] : words.word[2];
-  return element & 2 ? high : low;
-}
-
 // What dropout multiplies numbers with: 0, or what keeps their mean.
 template <typename T, int kWidth, int kSets>
 __device__ __forceinline__ void drop(const LayerNormParams& params, const Row<T, kWidth, kSets>& row, int64_t channel,
