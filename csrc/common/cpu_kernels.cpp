@@ -9,6 +9,8 @@
   void batch_norm_backward(const BatchNormParams&, const BatchNormGradients&);          \
   void layer_norm_forward(const LayerNormParams&);                                      \
   void layer_norm_backward(const LayerNormParams&, const LayerNormGradients&);          \
+  void attention_forward(const AttentionParams&);                                       \
+  void attention_backward(const AttentionParams&, const AttentionGradients&);           \
   constexpr CpuKernels kernels = {                                                      \
       .my_add = &my_add,                                                                \
       .deform_conv2d_forward = &deform_conv2d_forward,                                  \
@@ -17,6 +19,8 @@
       .batch_norm_backward = &batch_norm_backward,                                      \
       .layer_norm_forward = &layer_norm_forward,                                        \
       .layer_norm_backward = &layer_norm_backward,                                      \
+      .attention_forward = &attention_forward,                                          \
+      .attention_backward = &attention_backward,                                        \
   };                                                                                    \
   }
 

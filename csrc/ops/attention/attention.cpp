@@ -1,0 +1,396 @@
+// attention for torch: schemas, checks, allocation, registration. The kernels see only AttentionParams.
+#include "ops/attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_kernels.h"
+#include "common/stable.h"
+
+namespace myvision {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+#define ATTENTION_CHECK(holds, ...) MYVISION_CHECK(holds, "attention: ", __VA_ARGS__)
+
+// The tensors and the options of every operator here, as the boxed functions at the end get them.
+struct Call {
+  Tensor query, key, value;
+  OptionalTensor mask, alibi_slopes, query_starts, key_starts, seed;
+  AttentionParams params;
+
+  bool is_packed() const { return query_starts.has_value(); }
+  bool has_pairs() const { return params.batch * params.heads * params.queries * params.keys > 0; }
+};
+
+// ------------------------------------------------------------------------------------------------ checks
+// In the order in which myvision/ops/attention.py makes them for the fakes.
+void check_device(const char* name, const Tensor& tensor, const Tensor& query) {
+  ATTENTION_CHECK(same_device(tensor, query), name, " must be on the device of query, ", device_name(query),
+                  ", but is on ", device_name(tensor));
+}
+
+void check_like_query(const char* name, const Tensor& tensor, const Tensor& query) {
+  ATTENTION_CHECK(tensor.scalar_type() == query.scalar_type(), name, " must have the dtype of query, ",
+                  name_of(query.scalar_type()), ", but has ", name_of(tensor.scalar_type()));
+  check_device(name, tensor, query);
+}
+
+Dtype check_dtype(const Tensor& query) {
+  const std::optional<Dtype> dtype = to_dtype(query.scalar_type());
+  ATTENTION_CHECK(dtype && is_floating(*dtype), "query must have dtype float64, float32, float16 or bfloat16, but has ",
+                  name_of(query.scalar_type()));
+  return *dtype;
+}
+
+// Of query, key or value: the size at [batch, heads, length, width].
+int64_t size_at(const Tensor& tensor, int dim) {
+  static constexpr int kPackedDim[] = {-1, 1, 0, 2};
+  return tensor.size(tensor.dim() == 4 ? dim : kPackedDim[dim]);
+}
+
+void check_shapes(const Call& call) {
+  const Tensor &query = call.query, &key = call.key, &value = call.value;
+  const char* wanted =
+      call.is_packed() ? "3 dimensions, [rows, heads, width]" : "4 dimensions, [batch, heads, length, width]";
+  for (const auto& [name, tensor] : {std::pair("query", &query), {"key", &key}, {"value", &value}}) {
+    ATTENTION_CHECK(tensor->dim() == (call.is_packed() ? 3 : 4), name, " must have ", wanted, ", but has shape ",
+                    shape_name(tensor->sizes()));
+  }
+  const auto shapes = [&] { return concatenate(shape_name(query.sizes()), ", key ", shape_name(key.sizes())); };
+  const auto key_shapes = [&] { return concatenate(shape_name(key.sizes()), ", value ", shape_name(value.sizes())); };
+  if (!call.is_packed()) {
+    ATTENTION_CHECK(query.size(0) == key.size(0), "query and key must have the same batch size, but query has shape ",
+                    shapes());
+    ATTENTION_CHECK(key.size(0) == value.size(0), "key and value must have the same batch size, but key has shape ",
+                    key_shapes());
+  }
+  ATTENTION_CHECK(size_at(query, 3) == size_at(key, 3), "query and key must have the same width, but query has shape ",
+                  shapes());
+  ATTENTION_CHECK(size_at(key, 2) == size_at(value, 2), "key and value must have the same length, but key has shape ",
+                  key_shapes());
+  ATTENTION_CHECK(size_at(key, 1) == size_at(value, 1),
+                  "key and value must have the same number of heads, but key has shape ", key_shapes());
+  const int64_t heads = size_at(query, 1), key_heads = size_at(key, 1);
+  ATTENTION_CHECK(key_heads == 0 ? heads == 0 : heads % key_heads == 0,
+                  "the heads of query must be a multiple of those of key, but query has shape ", shapes());
+}
+
+void check_mask(const Call& call) {
+  if (!call.mask) return;
+  const Tensor& mask = *call.mask;
+  ATTENTION_CHECK(!call.is_packed(), "attn_mask and cu_seqlens_q exclude each other");
+  const ScalarType type = mask.scalar_type(), query_type = call.query.scalar_type();
+  ATTENTION_CHECK(type == ScalarType::Bool || type == query_type || type == ScalarType::Float,
+                  "attn_mask must have dtype bool, float32 or that of query, ", name_of(query_type), ", but has ",
+                  name_of(type));
+  check_device("attn_mask", mask, call.query);
+  const int64_t dims = mask.dim();
+  const int64_t wanted[] = {call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2)};
+  bool fits = dims >= 2 && dims <= 4;
+  for (int dim = 0; fits && dim < dims; ++dim) {
+    const int64_t size = mask.size(dims - 1 - dim);
+    fits = size == 1 || size == wanted[3 - dim];
+  }
+  ATTENTION_CHECK(fits, "attn_mask must have 2 to 4 dimensions that broadcast to ", shape_name(IntArray(wanted, 4)),
+                  ", but has shape ", shape_name(mask.sizes()));
+}
+
+void check_slopes(const Call& call) {
+  if (!call.alibi_slopes) return;
+  const Tensor& slopes = *call.alibi_slopes;
+  ATTENTION_CHECK(slopes.scalar_type() == ScalarType::Float, "alibi_slopes must have dtype float32, but has ",
+                  name_of(slopes.scalar_type()));
+  check_device("alibi_slopes", slopes, call.query);
+  const int64_t dims = slopes.dim();
+  ATTENTION_CHECK(
+      (dims == 1 || (dims == 2 && slopes.size(0) == call.params.batch)) && slopes.size(dims - 1) == call.params.heads,
+      "alibi_slopes must have one number for each of the ", call.params.heads,
+      " heads, or [batch, heads], but has shape ", shape_name(slopes.sizes()));
+}
+
+void check_seed(const Call& call) {
+  ATTENTION_CHECK(call.seed, "dropout needs a seed, but seed is None");
+  ATTENTION_CHECK(call.seed->scalar_type() == ScalarType::Long && call.seed->dim() == 0,
+                  "seed must be one int64 without dimensions, but is ", name_of(call.seed->scalar_type()), " of shape ",
+                  shape_name(call.seed->sizes()));
+  check_device("seed", *call.seed, call.query);
+}
+
+void check_starts(const char* name, const OptionalTensor& starts, const Tensor& query) {
+  ATTENTION_CHECK(starts, "cu_seqlens_q and cu_seqlens_k must both be given, but ", name, " is None");
+  ATTENTION_CHECK(starts->scalar_type() == ScalarType::Int || starts->scalar_type() == ScalarType::Long, name,
+                  " must have dtype int32 or int64, but has ", name_of(starts->scalar_type()));
+  ATTENTION_CHECK(starts->dim() == 1 && starts->size(0) >= 1, name,
+                  " must have one dimension, of one more than there are sequences, but has shape ",
+                  shape_name(starts->sizes()));
+  check_device(name, *starts, query);
+}
+
+// Where the offsets can be read without waiting for a device; a GPU's kernels cut what leaves the tensors.
+void check_offsets(const char* name, const Tensor& starts, int64_t rows) {
+  if (!starts.is_cpu()) return;
+  const auto* offset = static_cast<const int64_t*>(starts.const_data_ptr());
+  const int64_t count = starts.size(0);
+  ATTENTION_CHECK(offset[0] == 0 && offset[count - 1] == rows && std::is_sorted(offset, offset + count), name,
+                  " must start with 0, never fall, and end with the number of rows, ", rows, ", but runs from ",
+                  offset[0], " to ", offset[count - 1],
+                  std::is_sorted(offset, offset + count) ? "" : " and falls between");
+}
+
+int64_t checked_window(const char* name, const std::optional<int64_t>& window) {
+  if (!window) return kUnlimitedWindow;
+  ATTENTION_CHECK(*window >= 0, name, " must be at least 0, or None for no limit, but is ", *window);
+  return std::min(*window, kUnlimitedWindow);
+}
+
+// ------------------------------------------------------------------------------------------------ parameters
+// As [batch, heads, length, width], of rows of packed sequences too.
+Strided4 view_of(const Tensor& tensor) {
+  void* data = const_cast<void*>(tensor.const_data_ptr());
+  if (tensor.dim() == 3) return {data, {0, tensor.stride(1), tensor.stride(0), tensor.stride(2)}};
+  return {data, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+}
+
+// Without a stride where it is repeated.
+Strided4 mask_view_of(const Tensor& mask) {
+  Strided4 view{const_cast<void*>(mask.const_data_ptr()), {}};
+  const int first = 4 - static_cast<int>(mask.dim());
+  for (int dim = first; dim < 4; ++dim) view.stride[dim] = mask.size(dim - first) == 1 ? 0 : mask.stride(dim - first);
+  return view;
+}
+
+Tensor offsets_of(const Tensor& starts) { return torch::stable::contiguous(cast(starts, ScalarType::Long)); }
+
+#define ATTENTION_TENSORS                                                                                       \
+  const Tensor &query, const Tensor &key, const Tensor &value, const OptionalTensor &mask,                      \
+      const OptionalTensor &alibi_slopes, const OptionalTensor &query_starts, const OptionalTensor &key_starts, \
+      const OptionalTensor &seed
+#define ATTENTION_OPTIONS                                                                             \
+  double dropout_p, bool is_causal, std::string causal_alignment, std::optional<int64_t> window_left, \
+      std::optional<int64_t> window_right, std::optional<double> scale, double softcap
+#define ATTENTION_ARGUMENTS                                                                                      \
+  query, key, value, mask, alibi_slopes, query_starts, key_starts, seed, dropout_p, is_causal, causal_alignment, \
+      window_left, window_right, scale, softcap
+
+void set_options(AttentionParams& p, ATTENTION_OPTIONS) {
+  ATTENTION_CHECK(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be between 0 and 1, but is ", dropout_p);
+  ATTENTION_CHECK(causal_alignment == "top_left" || causal_alignment == "bottom_right",
+                  "causal_alignment must be 'top_left' or 'bottom_right', but is '", causal_alignment, "'");
+  ATTENTION_CHECK(softcap >= 0, "softcap must be at least 0, but is ", softcap);
+  p.dropout_p = dropout_p;
+  p.bottom_right = causal_alignment == "bottom_right";
+  p.window_left = checked_window("window_left", window_left);
+  p.window_right = checked_window("window_right", window_right);
+  if (is_causal) p.window_right = 0;
+  p.scale = scale ? *scale : p.width > 0 ? 1 / std::sqrt(static_cast<double>(p.width)) : 0;
+  p.softcap = softcap;
+}
+
+Call checked_call(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
+  Call call{query, key, value, mask, alibi_slopes, query_starts, key_starts, seed, {}};
+  AttentionParams& p = call.params;
+  p.dtype = check_dtype(query);
+  check_like_query("key", key, query);
+  check_like_query("value", value, query);
+  if (query_starts || key_starts) {
+    check_starts("cu_seqlens_q", query_starts, query);
+    check_starts("cu_seqlens_k", key_starts, query);
+    ATTENTION_CHECK(query_starts->size(0) == key_starts->size(0),
+                    "cu_seqlens_q and cu_seqlens_k must have the same length, but have ", query_starts->size(0),
+                    " and ", key_starts->size(0));
+  }
+  check_shapes(call);
+  p.batch = call.is_packed() ? query_starts->size(0) - 1 : query.size(0);
+  p.heads = size_at(query, 1), p.key_heads = size_at(key, 1);
+  p.queries = size_at(query, 2), p.keys = size_at(key, 2);
+  p.width = size_at(query, 3), p.value_width = size_at(value, 3);
+  check_mask(call);
+  check_slopes(call);
+  set_options(p, dropout_p, is_causal, causal_alignment, window_left, window_right, scale, softcap);
+  if (dropout_p > 0) check_seed(call);
+  return call;
+}
+
+// Makes the kernels' parameters of the tensors; the call owns those that are converted for it.
+void set_views(Call& call, const Tensor& output, const Tensor& lse) {
+  AttentionParams& p = call.params;
+  p.query = view_of(call.query), p.key = view_of(call.key), p.value = view_of(call.value);
+  p.output = view_of(output);
+  p.lse = lse.defined() ? const_cast<void*>(lse.const_data_ptr()) : nullptr;
+  if (call.is_packed()) {
+    call.query_starts = offsets_of(*call.query_starts), call.key_starts = offsets_of(*call.key_starts);
+    check_offsets("cu_seqlens_q", *call.query_starts, p.queries);
+    check_offsets("cu_seqlens_k", *call.key_starts, p.keys);
+    p.query_starts = static_cast<const int64_t*>(call.query_starts->const_data_ptr());
+    p.key_starts = static_cast<const int64_t*>(call.key_starts->const_data_ptr());
+  }
+  if (call.mask) {
+    p.mask = mask_view_of(*call.mask);
+    const std::optional<Dtype> dtype = to_dtype(call.mask->scalar_type());
+    p.mask_kind = dtype ? AttentionMask::Additive : AttentionMask::Boolean;
+    p.mask_dtype = dtype.value_or(Dtype::UInt8);
+  }
+  if (call.alibi_slopes) {
+    call.alibi_slopes = torch::stable::contiguous(*call.alibi_slopes);
+    p.alibi_slopes = static_cast<const float*>(call.alibi_slopes->const_data_ptr());
+    p.alibi_batch_stride = call.alibi_slopes->dim() == 2 ? p.heads : 0;
+  }
+  if (p.dropout_p > 0) p.seed = static_cast<const int64_t*>(call.seed->const_data_ptr());
+}
+
+// ------------------------------------------------------------------------------------------------ allocation
+// Of the sizes of `like` but for its width; heads lie inside of lengths where they do in `like`.
+Tensor new_rows(const Tensor& like, int64_t width) {
+  const bool batched = like.dim() == 4, heads_inside = batched && like.stride(1) < like.stride(2);
+  const int order[] = {0, heads_inside ? 2 : 1, heads_inside ? 1 : 2, 3};  // outermost first
+  int64_t sizes[4], strides[4], stride = 1;
+  for (int i = static_cast<int>(like.dim()) - 1; i >= 0; --i) {
+    const int dim = order[i];
+    sizes[dim] = i == like.dim() - 1 ? width : like.size(dim);
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes[dim], 1);
+  }
+  return empty_strided(like.dim(), sizes, strides, like.scalar_type(), like);
+}
+
+ScalarType real_type(const Tensor& query) {
+  return query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// One number for each query of each head.
+Tensor new_lse(const Call& call) {
+  const AttentionParams& p = call.params;
+  const int64_t sizes[] = {p.batch, p.heads, p.queries};
+  return torch::stable::new_empty(call.query, IntArray(sizes + call.is_packed(), 3 - call.is_packed()),
+                                  real_type(call.query));
+}
+
+// What rows that see no key hold. Such as may lie outside of all sequences on a GPU, where offsets are not checked.
+bool may_skip_rows(const Call& call) { return !call.has_pairs() || (call.is_packed() && !call.query.is_cpu()); }
+
+void set_unseen(Tensor& output, Tensor& lse) {
+  torch::stable::zero_(output);
+  if (lse.defined()) torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+}
+
+// ------------------------------------------------------------------------------------------------ launch
+void run_forward(const Call& call) {
+#ifdef MYVISION_GPU
+  const GpuScope gpu(call.query);
+  const Tensor workspace =
+      torch::stable::new_empty(call.query, {attention_forward_cuda_workspace(call.params)}, ScalarType::Byte);
+  check_launch("attention", attention_forward_cuda(call.params, workspace.mutable_data_ptr(), gpu.stream()));
+#else
+  cpu_kernels().attention_forward(call.params);
+#endif
+}
+
+void run_backward(const Call& call, const AttentionGradients& gradients) {
+#ifdef MYVISION_GPU
+  const GpuScope gpu(call.query);
+  const int64_t bytes = attention_backward_cuda_workspace(call.params, gradients);
+  const Tensor workspace = torch::stable::new_empty(call.query, {bytes}, ScalarType::Byte);
+  check_launch("attention",
+               attention_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
+#else
+  cpu_kernels().attention_backward(call.params, gradients);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------ forward
+std::tuple<Tensor, Tensor> forward(Call call, bool keep_lse) {
+  Tensor output = new_rows(call.query, call.params.value_width), lse = keep_lse ? new_lse(call) : Tensor();
+  set_views(call, output, lse);
+  if (may_skip_rows(call)) set_unseen(output, lse);
+  if (call.has_pairs()) run_forward(call);
+  return {output, lse};
+}
+
+Tensor attention(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
+  return std::get<0>(forward(checked_call(ATTENTION_ARGUMENTS), false));
+}
+
+std::tuple<Tensor, Tensor> attention_with_lse(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
+  return forward(checked_call(ATTENTION_ARGUMENTS), true);
+}
+
+// ------------------------------------------------------------------------------------------------ backward
+// What forward returned, or the gradient of it.
+void check_result(const char* name, const Tensor& tensor, IntArray sizes, ScalarType type, const Tensor& query) {
+  ATTENTION_CHECK(std::ranges::equal(tensor.sizes(), sizes) && tensor.scalar_type() == type, name, " must be ",
+                  name_of(type), " of shape ", shape_name(sizes), ", but is ", name_of(tensor.scalar_type()),
+                  " of shape ", shape_name(tensor.sizes()));
+  check_device(name, tensor, query);
+}
+
+// The last operand of backward: of query, key, value and mask, whether its gradient is wanted.
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_output, const OptionalTensor& grad_lse,
+                                                              ATTENTION_TENSORS, const Tensor& output,
+                                                              const Tensor& lse, ATTENTION_OPTIONS,
+                                                              const std::vector<bool>& output_mask) {
+  Call call = checked_call(ATTENTION_ARGUMENTS);
+  ATTENTION_CHECK(output_mask.size() == 4, "output_mask must have 4 elements, but has ", output_mask.size());
+  ATTENTION_CHECK(!output_mask[3] || (mask && mask->scalar_type() != ScalarType::Bool),
+                  "a gradient of attn_mask is wanted, but there is no additive one");
+  std::vector<int64_t> sizes(query.sizes().begin(), query.sizes().end());
+  sizes.back() = call.params.value_width;
+  check_result("grad_output", grad_output, sizes, query.scalar_type(), query);
+  check_result("output", output, sizes, query.scalar_type(), query);
+  const Tensor all_lse = torch::stable::contiguous(lse);
+  const Tensor like_lse = new_lse(call);
+  check_result("lse", lse, like_lse.sizes(), like_lse.scalar_type(), query);
+  OptionalTensor all_grad_lse;
+  if (grad_lse) {
+    check_result("grad_lse", *grad_lse, like_lse.sizes(), like_lse.scalar_type(), query);
+    all_grad_lse = torch::stable::contiguous(*grad_lse);
+  }
+  Tensor grad_query = output_mask[0] ? new_rows(query, call.params.width) : Tensor();
+  Tensor grad_key = output_mask[1] ? new_rows(key, call.params.width) : Tensor();
+  Tensor grad_value = output_mask[2] ? new_rows(value, call.params.value_width) : Tensor();
+  Tensor grad_mask = output_mask[3] ? torch::stable::new_empty(*mask, mask->sizes()) : Tensor();
+  set_views(call, output, all_lse);
+  AttentionGradients gradients{};
+  gradients.output = view_of(grad_output);
+  gradients.lse = all_grad_lse ? all_grad_lse->const_data_ptr() : nullptr;
+  if (grad_query.defined()) gradients.query = view_of(grad_query);
+  if (grad_key.defined()) gradients.key = view_of(grad_key);
+  if (grad_value.defined()) gradients.value = view_of(grad_value);
+  if (grad_mask.defined()) gradients.mask = mask_view_of(grad_mask);
+  if (may_skip_rows(call)) {
+    for (Tensor* gradient : {&grad_query, &grad_key, &grad_value, &grad_mask}) {
+      if (gradient->defined()) torch::stable::zero_(*gradient);
+    }
+  }
+  if (call.has_pairs()) run_backward(call, gradients);
+  return {grad_query, grad_key, grad_value, grad_mask};
+}
+
+}  // namespace
+}  // namespace myvision
+
+#define TENSORS                                                                                             \
+  "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? cu_seqlens_q, " \
+  "Tensor? cu_seqlens_k, Tensor? seed"
+#define OPTIONS                                                                                                \
+  "float dropout_p, bool is_causal, str causal_alignment, int? window_left, int? window_right, float? scale, " \
+  "float softcap"
+
+MYVISION_SCHEMAS(m) {
+  m.def("attention(" TENSORS ", " OPTIONS ") -> Tensor");
+  m.def("attention.with_lse(" TENSORS ", " OPTIONS ") -> (Tensor, Tensor)");
+  m.def("_attention_forward(" TENSORS ", " OPTIONS ") -> (Tensor, Tensor)");
+  m.def("_attention_backward(Tensor grad_output, Tensor? grad_lse, " TENSORS ", Tensor output, Tensor lse, " OPTIONS
+        ", bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+MYVISION_IMPLEMENTATIONS(m) {
+  m.impl("attention", TORCH_BOX(&myvision::attention));
+  m.impl("attention.with_lse", TORCH_BOX(&myvision::attention_with_lse));
+  m.impl("_attention_forward", TORCH_BOX(&myvision::attention_with_lse));
+  m.impl("_attention_backward", TORCH_BOX(&myvision::attention_backward));
+}

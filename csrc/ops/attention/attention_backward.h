@@ -1,0 +1,348 @@
+// attention's backward pass on the CPU. Compiled once per instruction set.
+//
+// A tile of keys meets the tiles of queries that see it: of their probabilities P and gradients of scores dS,
+//   grad value += P^T x grad output,  grad key += dS^T x query,  grad query += dS x key.
+// A unit, all heads that share a key head, is cut into several tasks where there are few units: tile k of the keys
+// belongs to cut k % cuts. Each cut has sums of its own for the queries, which are added up in order.
+#pragma once
+#include "ops/attention/attention_pairs.h"
+
+namespace myvision::CPU_CAPABILITY {
+
+template <typename S, typename T = Compute<S>>
+class Backward {
+  static constexpr int64_t kLanes = GemmTile<T>::kCols;
+
+ public:
+  Backward(const AttentionParams& params, const AttentionGradients& gradients)
+      : p(params), grad_(gradients), pairs_(params, gradients) {}
+
+  void run() const {
+    const int64_t tiles = pairs_.queries.count;
+    if (cuts_ > 1)
+      parallel_tasks(workers_, p.batch * p.heads * tiles, [&](int64_t task, int64_t worker) {
+        const int64_t slot = task / tiles;
+        pack_tile(Head(p, slot / p.heads, slot % p.heads), task % tiles, slot, scratch(worker));
+      });
+    parallel_tasks(workers_, units_ * cuts_,
+                   [&](int64_t task, int64_t worker) { run_unit(task / cuts_, task % cuts_, worker); });
+    if (cuts_ > 1 && grad_.query.data)
+      parallel_tasks(workers_, p.batch * p.heads * tiles, [&](int64_t task, int64_t) {
+        const int64_t slot = task / tiles;
+        add_cuts(Head(p, slot / p.heads, slot % p.heads), task % tiles, slot);
+      });
+  }
+
+ private:
+  // A head's tile of queries, as rows too; and whether some of those are not finite.
+  struct Query {
+    QueryTile<T> tile;
+    T *rows, *gradient_rows;
+    bool *is_bad, *is_gradient_bad;
+  };
+  struct Scratch {
+    PairScratch<T> pair;
+    KeyTile<T> key;
+    T *key_rows, *grad_key, *grad_value;  // the gradients: of all keys of a cut
+  };
+  // A tile of keys in work.
+  struct Keys {
+    KeyRange range;
+    bool is_bad;
+    T *grad_key, *grad_value;
+  };
+
+  // ---- memory
+  Query carve_query(Carver<T>& memory) const {
+    return {pairs_.carve_queries(memory), memory.take(pairs_.queries.size * width_pitch_),
+            memory.take(pairs_.queries.size * value_pitch_), nullptr, nullptr};
+  }
+  Scratch carve_scratch(Carver<T>& memory) const {
+    return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory), memory.take(pairs_.keys.size * width_pitch_),
+            memory.take(cut_keys() * width_pitch_), memory.take(cut_keys() * value_pitch_)};
+  }
+  int64_t cut_keys() const { return ceil_div(pairs_.keys.count, cuts_) * pairs_.keys.size; }
+  int64_t query_size() const {
+    Carver<T> count;
+    carve_query(count);
+    return count.used;
+  }
+  int64_t scratch_size() const {
+    Carver<T> count;
+    carve_scratch(count);
+    return count.used;
+  }
+  int64_t sums_size() const { return pairs_.queries.count * pairs_.queries.size * width_pitch_; }
+
+  Scratch scratch(int64_t worker) const {
+    Carver<T> memory{scratches_.template as<T>() + worker * scratch_size_};
+    return carve_scratch(memory);
+  }
+  Query query(int64_t slot, int64_t tile) const {
+    const int64_t number = slot * pairs_.queries.count + tile;
+    Carver<T> memory{queries_.template as<T>() + number * query_size_};
+    Query result = carve_query(memory);
+    result.is_bad = flags_.template as<bool>() + 2 * number;
+    result.is_gradient_bad = result.is_bad + 1;
+    return result;
+  }
+  T* query_sums(int64_t slot, int64_t cut) const { return sums_.template as<T>() + (slot * cuts_ + cut) * sums_size(); }
+
+  // ---- work
+  void pack_tile(const Head& head, int64_t tile, int64_t slot, const Scratch& own) const {
+    const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
+    if (n <= 0) return;
+    const Query to = query(slot, tile);
+    pairs_.pack_queries(head, q, n, to.tile, own.pair);
+    pack_rows(query_rows<const S>(p.query, head).from(q), n, p.width, to.rows, width_pitch_);
+    pack_rows(query_rows<const S>(grad_.output, head).from(q), n, p.value_width, to.gradient_rows, value_pitch_);
+    *to.is_bad = clear_bad_rows(to.rows, width_pitch_, n, p.width);
+    *to.is_gradient_bad = clear_bad_rows(to.gradient_rows, value_pitch_, n, p.value_width);
+  }
+
+  void run_unit(int64_t unit, int64_t cut, int64_t worker) const {
+    const Scratch own = scratch(worker);
+    const int64_t b = unit / p.key_heads, first_head = unit % p.key_heads * group_;
+    std::fill_n(own.grad_key, cut_keys() * width_pitch_, T(0));
+    std::fill_n(own.grad_value, cut_keys() * value_pitch_, T(0));
+    for (int64_t h = first_head; h < first_head + group_; ++h) {
+      const Head head(p, b, h);
+      const int64_t slot = cuts_ > 1 ? b * p.heads + h : worker;
+      if (cuts_ == 1)
+        for (int64_t tile = 0; tile < pairs_.queries.count; ++tile) pack_tile(head, tile, slot, own);
+      T* const sums = query_sums(slot, cut);
+      std::fill_n(sums, sums_size(), T(0));
+      for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_)
+        add_keys(head, tile, slot, keys_in_work(head, tile, own), sums, own);
+      if (cuts_ == 1)
+        store(sums, width_pitch_, head.sequence.queries, p.width, p.scale, grad_.query,
+              query_rows<S>(grad_.query, head));
+    }
+    const Head head(p, b, first_head);
+    for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_) {
+      const Keys keys = keys_in_work(head, tile, own);
+      const int64_t n = keys.range.last - keys.range.first;
+      store(keys.grad_key, width_pitch_, n, p.width, p.scale, grad_.key,
+            key_rows<S>(grad_.key, head).from(keys.range.first));
+      store(keys.grad_value, value_pitch_, n, p.value_width, 1, grad_.value,
+            key_rows<S>(grad_.value, head).from(keys.range.first));
+    }
+  }
+
+  Keys keys_in_work(const Head& head, int64_t tile, const Scratch& own) const {
+    const int64_t first = tile / cuts_ * pairs_.keys.size;
+    return {pairs_.keys_of_tile(head, tile), false, own.grad_key + first * width_pitch_,
+            own.grad_value + first * value_pitch_};
+  }
+
+  static void store(T* sums, int64_t pitch, int64_t n, int64_t width, double factor, const Strided4& tensor,
+                    Rows<S> to) {
+    if (!tensor.data) return;
+    if (factor != 1)
+      for (int64_t i = 0; i < n; ++i) scale_row(sums + i * pitch, width, static_cast<T>(factor));
+    unpack_rows(sums, pitch, n, width, to);
+  }
+
+  // A tile of keys and all queries that see it.
+  void add_keys(const Head& head, int64_t tile, int64_t slot, Keys keys, T* sums, const Scratch& own) const {
+    const int64_t count = keys.range.last - keys.range.first;
+    if (count <= 0) return;
+    pairs_.pack_keys(head, keys.range, own.key);
+    pack_rows(key_rows<const S>(p.key, head).from(keys.range.first), count, p.width, own.key_rows, width_pitch_);
+    keys.is_bad = clear_bad_rows(own.key_rows, width_pitch_, count, p.width);
+    for (int64_t t = 0; t < pairs_.queries.count; ++t) {
+      const int64_t q = t * pairs_.queries.size, n = pairs_.queries_of_tile(head, t);
+      if (n <= 0) break;
+      const KeyRange seen = head.keys_of_any(p, q, n, keys.range);
+      if (seen.first < seen.last) add_pairs(head, q, n, keys, query(slot, t), sums + q * width_pitch_, own);
+    }
+  }
+
+  void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, T* sums,
+                 const Scratch& own) const {
+    KeyRange seen[kBackwardQueries / kLanes];
+    bool is_whole = true;
+    for (int64_t lane = 0; lane < n; lane += kLanes) {
+      KeyRange& range = seen[lane / kLanes];
+      range = head.keys_of_any(p, q + lane, std::min(kLanes, n - lane), keys.range);
+      is_whole = is_whole && range.first == keys.range.first && range.last == keys.range.last;
+      pairs_.template run<true>(head, q, n, lane, range, keys.range.first, query.tile, own.key, own.pair);
+    }
+    if (is_whole) {
+      add_products(head, q, n, 0, keys.range, keys, query, sums, own);
+    } else {
+      for (int64_t lane = 0; lane < n; lane += kLanes)
+        add_products(head, q, std::min(kLanes, n - lane), lane, seen[lane / kLanes], keys, query, sums, own);
+    }
+  }
+
+  // Of n queries from `lane` of the tile on, and the keys `seen`.
+  void add_products(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange seen, const Keys& keys,
+                    const Query& query, T* sums, const Scratch& own) const {
+    const int64_t count = seen.last - seen.first, skipped = seen.first - keys.range.first;
+    if (count <= 0) return;
+    const int64_t pitch = pairs_.query_pitch, at = skipped * pitch + lane;
+    const auto sees = [&](int64_t i, int64_t j) { return own.pair.modify.sees(head, q + lane + i, seen.first + j); };
+    const auto is_seen_by = [&](int64_t j, int64_t i) { return sees(i, j); };
+    if (grad_.value.data) {
+      const GemmLeft<T> weights{own.pair.weights + at, pitch, 1};
+      T* const to = keys.grad_value + skipped * value_pitch_;
+      add_product(weights, query.gradient_rows + lane * value_pitch_, value_pitch_, count, n, to);
+      if (*query.is_gradient_bad)
+        add_bad_rows(weights, query_rows<const S>(grad_.output, head).from(q + lane), count, n, p.value_width, to,
+                     value_pitch_, is_seen_by);
+    }
+    if (grad_.key.data) {
+      const GemmLeft<T> gradients{own.pair.gradients + at, pitch, 1};
+      T* const to = keys.grad_key + skipped * width_pitch_;
+      add_product(gradients, query.rows + lane * width_pitch_, width_pitch_, count, n, to);
+      if (*query.is_bad)
+        add_bad_rows(gradients, query_rows<const S>(p.query, head).from(q + lane), count, n, p.width, to, width_pitch_,
+                     is_seen_by);
+    }
+    if (grad_.query.data) {
+      const GemmLeft<T> gradients{own.pair.gradients + at, 1, pitch};
+      T* const to = sums + lane * width_pitch_;
+      add_product(gradients, own.key_rows + skipped * width_pitch_, width_pitch_, n, count, to);
+      if (keys.is_bad)
+        add_bad_rows(gradients, key_rows<const S>(p.key, head).from(seen.first), n, count, p.width, to, width_pitch_,
+                     sees);
+    }
+  }
+
+  // to += a x rows; the last two have the same pitch.
+  void add_product(GemmLeft<T> a, const T* rows, int64_t pitch, int64_t n, int64_t depth, T* to) const {
+    const int64_t columns = round_up(pitch == width_pitch_ ? p.width : p.value_width, kLanes);
+    for (int64_t e = 0; e < columns; e += kLanes) gemm_panel<T>(a, {rows + e, pitch}, n, depth, to + e, pitch, true);
+  }
+
+  void add_cuts(const Head& head, int64_t tile, int64_t slot) const {
+    const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
+    if (n <= 0) return;
+    T* const sums = query_sums(slot, 0) + q * width_pitch_;
+    for (int64_t cut = 1; cut < cuts_; ++cut) {
+      const T* const from = query_sums(slot, cut) + q * width_pitch_;
+      for (int64_t i = 0; i < n * width_pitch_; ++i) sums[i] += from[i];
+    }
+    store(sums, width_pitch_, n, p.width, p.scale, grad_.query, query_rows<S>(grad_.query, head).from(q));
+  }
+
+  // A matter of the shapes alone. Sums of the queries take memory for each cut.
+  int64_t number_of_cuts() const {
+    constexpr int64_t kEnoughTasks = 16, kSumsBytes = int64_t(16) << 20;
+    const int64_t bytes = p.batch * p.heads * sums_size() * int64_t(sizeof(T));
+    return std::clamp(std::min(kEnoughTasks / units_, kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
+                      std::max(pairs_.keys.count, int64_t(1)));
+  }
+
+  const AttentionParams& p;
+  const AttentionGradients& grad_;
+  const Pairs<S> pairs_;
+  const int64_t group_ = p.heads / p.key_heads, units_ = p.batch * p.key_heads;
+  const int64_t width_pitch_ = padded_row(round_up(p.width, kLanes)),
+                value_pitch_ = padded_row(round_up(p.value_width, kLanes));
+  const int64_t cuts_ = number_of_cuts(), workers_ = std::min(num_threads(), units_* cuts_);
+  const int64_t slots_ = cuts_ > 1 ? p.batch * p.heads : workers_;
+  const int64_t query_size_ = query_size(), scratch_size_ = scratch_size();
+  const Workspace queries_{int64_t(slots_ * pairs_.queries.count * query_size_ * sizeof(T))};
+  const Workspace sums_{int64_t(slots_ * cuts_ * sums_size() * sizeof(T))};
+  const Workspace scratches_{int64_t(workers_ * scratch_size_ * sizeof(T))};
+  const Workspace flags_{2 * slots_ * pairs_.queries.count};
+};
+
+// The gradient of the mask, in a pass of its own: a tile of it is the sum over all that share its elements.
+template <typename S, typename T = Compute<S>>
+class MaskGradient {
+  static constexpr int64_t kLanes = GemmTile<T>::kCols;
+
+ public:
+  MaskGradient(const AttentionParams& params, const AttentionGradients& gradients)
+      : p(params), grad_(gradients), pairs_(params, gradients) {}
+
+  void run() const {
+    const int64_t heads = own_[1] ? p.heads : 1, batch = own_[0] ? p.batch : 1;
+    const int64_t query_tiles = own_[2] ? pairs_.queries.count : 1, key_tiles = own_[3] ? pairs_.keys.count : 1;
+    const int64_t tasks = batch * heads * query_tiles * key_tiles, workers = std::min(num_threads(), tasks);
+    Carver<T> count;
+    carve(count);
+    const Workspace memory(workers * count.used * sizeof(T));
+    parallel_tasks(workers, tasks, [&](int64_t task, int64_t worker) {
+      Carver<T> own{memory.template as<T>() + worker * count.used};
+      const int64_t key = task % key_tiles, query = task / key_tiles % query_tiles,
+                    head = task / key_tiles / query_tiles % heads, b = task / key_tiles / query_tiles / heads;
+      run_task(b, head, query, key, carve(own));
+    });
+  }
+
+ private:
+  struct Scratch {
+    QueryTile<T> query;
+    KeyTile<T> key;
+    PairScratch<T> pair;
+    T* sums;  // [key][query], or where some are repeated only the first
+  };
+  Scratch carve(Carver<T>& memory) const {
+    return {pairs_.carve_queries(memory), pairs_.carve_keys(memory), pairs_.carve_scratch(memory),
+            memory.take(pairs_.keys.size * pairs_.query_pitch)};
+  }
+
+  // Where a dimension is repeated, all of it belongs to the task.
+  void run_task(int64_t b, int64_t head, int64_t query_tile, int64_t key_tile, const Scratch& own) const {
+    std::fill_n(own.sums, pairs_.keys.size * pairs_.query_pitch, T(0));
+    const auto end = [&](int dim, int64_t first, int64_t all) { return own_[dim] ? first + 1 : all; };
+    for (int64_t i = b; i < end(0, b, p.batch); ++i)
+      for (int64_t h = head; h < end(1, head, p.heads); ++h)
+        for (int64_t q = query_tile; q < end(2, query_tile, pairs_.queries.count); ++q) {
+          const Head at(p, i, h);
+          pairs_.pack_queries(at, q * pairs_.queries.size, pairs_.queries_of_tile(at, q), own.query, own.pair);
+          for (int64_t k = key_tile; k < end(3, key_tile, pairs_.keys.count); ++k) add_pairs(at, q, k, own);
+        }
+    store(b, head, query_tile, key_tile, own.sums);
+  }
+
+  void add_pairs(const Head& head, int64_t query_tile, int64_t key_tile, const Scratch& own) const {
+    const int64_t q = query_tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, query_tile);
+    const KeyRange keys = pairs_.keys_of_tile(head, key_tile), any = head.keys_of_any(p, q, n, keys);
+    if (any.first >= any.last) return;
+    pairs_.pack_keys(head, keys, own.key);
+    for (int64_t lane = 0; lane < n; lane += kLanes) {
+      const int64_t lanes = std::min(kLanes, n - lane);
+      const KeyRange seen = head.keys_of_any(p, q + lane, lanes, keys);
+      pairs_.template run<false>(head, q, n, lane, seen, keys.first, own.query, own.key, own.pair);
+      for (int64_t j = seen.first - keys.first; j < seen.last - keys.first; ++j) {
+        const T* const from = own.pair.gradients + j * pairs_.query_pitch + lane;
+        T* const to = own.sums + (own_[3] ? j * pairs_.query_pitch : 0) + (own_[2] ? lane : 0);
+        for (int64_t i = 0; i < lanes; ++i) to[own_[2] ? i : 0] += from[i];
+      }
+    }
+  }
+
+  void store(int64_t b, int64_t head, int64_t query_tile, int64_t key_tile, const T* sums) const {
+    const int64_t q = query_tile * pairs_.queries.size, k = key_tile * pairs_.keys.size;
+    const int64_t n = own_[2] ? std::min(pairs_.queries.size, p.queries - q) : 1;
+    const int64_t count = own_[3] ? std::min(pairs_.keys.size, p.keys - k) : 1;
+    with_type(p.mask_dtype, [&](auto* type) {
+      using M = std::remove_pointer_t<decltype(type)>;
+      const int64_t* stride = grad_.mask.stride;
+      M* const to = static_cast<M*>(grad_.mask.data) + b * stride[0] + head * stride[1] + q * stride[2] + k * stride[3];
+      for (int64_t i = 0; i < n; ++i)
+        for (int64_t j = 0; j < count; ++j)
+          to[i * stride[2] + j * stride[3]] = static_cast<M>(sums[j * pairs_.query_pitch + i]);
+    });
+  }
+
+  const AttentionParams& p;
+  const AttentionGradients& grad_;
+  const Pairs<S> pairs_;
+  // Of batch, heads, queries, keys: whether the mask's elements are not repeated along it.
+  const bool own_[4] = {grad_.mask.stride[0] != 0, grad_.mask.stride[1] != 0, grad_.mask.stride[2] != 0,
+                        grad_.mask.stride[3] != 0};
+};
+
+template <typename S>
+void run_backward(const AttentionParams& p, const AttentionGradients& gradients) {
+  if (gradients.query.data || gradients.key.data || gradients.value.data) Backward<S>(p, gradients).run();
+  if (gradients.mask.data) MaskGradient<S>(p, gradients).run();
+}
+
+}  // namespace myvision::CPU_CAPABILITY

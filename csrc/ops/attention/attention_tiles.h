@@ -1,0 +1,165 @@
+// How the CPU kernels of attention cut up and pack their matrices. Compiled once per instruction set.
+#pragma once
+#include <algorithm>
+#include <limits>
+
+#include "common/gemm.h"
+#include "common/rounding.h"
+#include "common/vec_io.h"
+#include "ops/attention/attention_math.h"
+
+namespace myvision::CPU_CAPABILITY {
+
+template <typename T>
+inline constexpr T kHidden = -std::numeric_limits<T>::infinity();  // the score of a key that a query does not see
+
+// A length in tiles of about equal size.
+struct Tiling {
+  int64_t length, size, count;
+
+  Tiling(int64_t n, int64_t most, int64_t grain)
+      : length(n),
+        size(round_up(ceil_div(n, std::max(ceil_div(n, most), int64_t(1))), grain)),
+        count(ceil_div(n, size)) {}
+};
+
+// A head of one of the sequences.
+struct Head {
+  int64_t b, head, key_head;
+  AttentionSequence sequence;
+  int64_t first_row;  // of its queries among all
+
+  Head(const AttentionParams& p, int64_t b, int64_t head)
+      : b(b),
+        head(head),
+        key_head(head / (p.heads / p.key_heads)),
+        sequence(sequence_of(p, b)),
+        first_row(row_of(p, sequence, b, head, 0)) {}
+
+  // Keys of [within.first, within.last) that some of n queries from q on see: none where first >= last.
+  KeyRange keys_of_any(const AttentionParams& p, int64_t q, int64_t n, KeyRange within) const {
+    return {std::max(within.first, keys_of(p, sequence, q).first),
+            std::min(within.last, keys_of(p, sequence, q + n - 1).last)};
+  }
+  // Whether the window leaves all these keys to all of them.
+  bool all_see(const AttentionParams& p, int64_t q, int64_t n, KeyRange keys) const {
+    return keys_of(p, sequence, q + n - 1).first <= keys.first && keys.last <= keys_of(p, sequence, q).last;
+  }
+};
+
+// The longest sequences.
+struct Lengths {
+  int64_t queries = 0, keys = 0;
+
+  explicit Lengths(const AttentionParams& p) {
+    for (int64_t b = 0; b < (p.query_starts ? p.batch : 1); ++b) {
+      const AttentionSequence sequence = sequence_of(p, b);
+      queries = std::max(queries, sequence.queries);
+      keys = std::max(keys, sequence.keys);
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ packing
+// A matrix in memory.
+template <typename S>
+struct Rows {
+  S* data;
+  int64_t row, step;
+
+  Rows from(int64_t i) const { return {data + i * row, row, step}; }
+};
+
+template <typename S>
+inline Rows<S> rows_of(const Strided4& tensor, int64_t b, int64_t head, int64_t first) {
+  const int64_t* stride = tensor.stride;
+  return {static_cast<S*>(tensor.data) + b * stride[0] + head * stride[1] + first * stride[2], stride[2], stride[3]};
+}
+template <typename S>
+inline Rows<S> query_rows(const Strided4& tensor, const Head& head) {
+  return rows_of<S>(tensor, head.b, head.head, head.sequence.first_query);
+}
+template <typename S>
+inline Rows<S> key_rows(const Strided4& tensor, const Head& head) {
+  return rows_of<S>(tensor, head.b, head.key_head, head.sequence.first_key);
+}
+
+// to[i * pitch + e] = from[i][e], with zeros up to a whole panel
+template <typename T, typename S>
+inline void pack_rows(Rows<S> from, int64_t n, int64_t width, T* to, int64_t pitch) {
+  load_pixels(from.data, from.step, from.row, width, n, to, pitch);
+  const int64_t columns = round_up(width, GemmTile<T>::kCols);
+  if (columns > width)
+    for (int64_t i = 0; i < n; ++i) std::fill(to + i * pitch + width, to + i * pitch + columns, T(0));
+}
+
+// to[e * pitch + i] = from[i][e] * factor
+template <typename T, typename S>
+inline void pack_columns(Rows<S> from, int64_t n, int64_t width, T* to, int64_t pitch, T factor = 1) {
+  load_pixels(from.data, from.row, from.step, n, width, to, pitch);
+  if (factor == T(1)) return;
+  for (int64_t e = 0; e < width; ++e)
+    for (int64_t i = 0; i < n; ++i) to[e * pitch + i] *= factor;
+}
+
+// to[i][e] = from[i * pitch + e]
+template <typename T, typename S>
+inline void unpack_rows(const T* from, int64_t pitch, int64_t n, int64_t width, Rows<S> to) {
+  store_pixels(from, pitch, width, n, to.data, to.step, to.row);
+}
+
+// ------------------------------------------------------------------------------------------------ NaN and infinity
+// In a product, 0 * NaN would bring a row to those that do not see it. So such rows are packed as zeros, and then added
+// one by one.
+template <typename T>
+inline bool is_finite(const T* row, int64_t n) {
+  Vec<T> sum(T(0));  // NaN once anything was not finite
+  for (int64_t i = 0; i < n; i += Vec<T>::size()) sum = at::vec::fmadd(load<T>(row + i, n - i), Vec<T>(T(0)), sum);
+  return sum_lanes(sum) == 0;
+}
+
+// Clears the packed rows that are not finite; whether there was one.
+template <typename T>
+inline bool clear_bad_rows(T* rows, int64_t pitch, int64_t n, int64_t width) {
+  bool found = false;
+  for (int64_t i = 0; i < n; ++i) {
+    if (is_finite(rows + i * pitch, width)) continue;
+    found = true;
+    std::fill_n(rows + i * pitch, width, T(0));
+  }
+  return found;
+}
+
+// c[i] += a[i][j] * b[j] of those rows j, where sees(i, j).
+template <typename T, typename S, typename Sees>
+inline void add_bad_rows(GemmLeft<T> a, Rows<S> b, int64_t rows, int64_t depth, int64_t width, T* c, int64_t ldc,
+                         const Sees& sees) {
+  for (int64_t j = 0; j < depth; ++j) {
+    const auto element = [&](int64_t e) { return static_cast<T>(b.data[j * b.row + e * b.step]); };
+    T sum = 0;
+    for (int64_t e = 0; e < width; ++e) sum += element(e) * T(0);
+    if (sum == 0) continue;
+    for (int64_t i = 0; i < rows; ++i) {
+      if (!sees(i, j)) continue;
+      const T left = a.data[i * a.row + j * a.step];
+      for (int64_t e = 0; e < width; ++e) c[i * ldc + e] += left * element(e);
+    }
+  }
+}
+
+// Calls f with a null pointer to the element type.
+template <typename F>
+inline void with_type(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::Float64:
+      return f(static_cast<double*>(nullptr));
+    case Dtype::Float16:
+      return f(static_cast<c10::Half*>(nullptr));
+    case Dtype::BFloat16:
+      return f(static_cast<c10::BFloat16*>(nullptr));
+    default:
+      return f(static_cast<float*>(nullptr));
+  }
+}
+
+}  // namespace myvision::CPU_CAPABILITY
