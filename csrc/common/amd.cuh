@@ -22,6 +22,8 @@ inline constexpr int kWarpSize = 32;
 #endif
 inline constexpr bool kHasMma = false;  // theirs have other shapes
 
+inline bool device_has_mma() { return kHasMma; }
+
 inline const char* launch_error() {
   const hipError_t error = hipGetLastError();
   return error == hipSuccess ? nullptr : hipGetErrorString(error);

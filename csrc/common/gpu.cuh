@@ -13,6 +13,7 @@
 //   wait_for_copies<kPending>()           until at most so many of the thread's groups are under way; other threads see
 //                                         what arrived after a barrier
 //   kHasMma                               whether device code may use the next two; choose by if constexpr
+//   device_has_mma()                      whether the current GPU has them: on the host, where kHasMma
 //   mma_m16n8k16<T>(sums, a, b)           sums += a [16 x 16] * b [16 x 8], T is Half or BFloat16, sums are float
 //   ldmatrix<kTransposed>(matrices, row)  1, 2 or 4 matrices [8 x 8] of 16-bit elements; lane i brings the address of
 //                                         row i % 8 of matrix i / 8

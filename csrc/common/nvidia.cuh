@@ -23,6 +23,13 @@ inline constexpr bool kHasMma = true;
 inline constexpr bool kHasMma = false;
 #endif
 
+// Of the current GPU.
+inline bool device_has_mma() {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
+}
+
 inline const char* launch_error() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

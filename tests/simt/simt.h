@@ -59,6 +59,7 @@ using simt::launch_error;
 
 inline constexpr int64_t kMaxBlocks = 3;
 inline constexpr bool kHasMma = kWarpSize == 32;
+inline bool device_has_mma() { return kHasMma; }
 
 inline float to_real(Half value) { return value; }
 inline float to_real(BFloat16 value) { return value; }

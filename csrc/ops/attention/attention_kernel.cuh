@@ -1,0 +1,452 @@
+// attention on the GPU: what its kernels share, and the small ones. attention_simt.cuh has those for any type, width
+// and stride, attention_mma.cuh those of the tensor cores.
+#pragma once
+#include <cmath>
+
+#include "common/gpu.cuh"
+#include "common/philox.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/attention_math.h"
+
+namespace myvision {
+
+inline constexpr int kRowThreads = 256;  // of the small kernels' blocks
+inline constexpr int kRowTile = 64;      // rows of a sequence that such a block takes at a time
+
+// ---- which part of a call a block works on --------------------------------------------------------------------------
+
+// Queries or keys of all sequences, in tiles that do not cross the sequences.
+struct RowTiles {
+  const int64_t* starts;  // on the device, or null
+  int64_t batch, rows, size;
+
+  // Where packed an upper bound, as the host does not know the lengths.
+  MYVISION_HOST_DEVICE int64_t count() const {
+    return starts ? rows / size + batch : batch * ((rows + size - 1) / size);
+  }
+};
+
+inline RowTiles query_tiles(const AttentionParams& params, int64_t size) {
+  return {params.query_starts, params.batch, params.queries, size};
+}
+inline RowTiles key_tiles(const AttentionParams& params, int64_t size) {
+  return {params.key_starts, params.batch, params.keys, size};
+}
+
+// Of sequence b, from its row `first` on, which may lie behind its end.
+struct RowTile {
+  int64_t b, first;
+};
+
+// Packed sequence b has the tiles from starts[b] / size + b on: at least as many as its rows fill.
+__device__ __forceinline__ RowTile locate(const RowTiles& tiles, int64_t tile) {
+  if (!tiles.starts) {
+    const int64_t of_sequence = (tiles.rows + tiles.size - 1) / tiles.size, b = divide(tile, of_sequence);
+    return {b, (tile - b * of_sequence) * tiles.size};
+  }
+  const auto first_tile = [&](int64_t b) { return detail::between(0, tiles.starts[b], tiles.rows) / tiles.size + b; };
+  int64_t low = 0, high = tiles.batch;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (first_tile(middle) <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return {low, (tile - first_tile(low)) * tiles.size};
+}
+
+// How the work of a kernel is cut, outermost first.
+struct Cut {
+  RowTiles tiles;
+  int64_t heads;
+  int64_t splits;  // of the keys
+  int64_t chunks;  // of the width of what is computed
+
+  MYVISION_HOST_DEVICE int64_t count() const { return tiles.count() * heads * splits * chunks; }
+};
+
+struct Piece {
+  RowTile tile;
+  int64_t head, split, chunk;
+};
+
+__device__ __forceinline__ Piece piece_of(const Cut& cut, int64_t index) {
+  const int64_t split = divide(index, cut.chunks), head = divide(split, cut.splits), tile = divide(head, cut.heads);
+  return {locate(cut.tiles, tile), head - tile * cut.heads, split - head * cut.splits, index - split * cut.chunks};
+}
+
+// Of queries [first, first + size): the keys that any of them sees, as far as the window goes.
+__device__ __forceinline__ KeyRange keys_of_tile(const AttentionParams& params, const AttentionSequence& sequence,
+                                                 int64_t first, int64_t size) {
+  const int64_t last = min(first + size, sequence.queries);
+  if (last <= first) return {0, 0};
+  return {keys_of(params, sequence, first).first, keys_of(params, sequence, last - 1).last};
+}
+
+// Of keys [first, first + size): the queries that see any of them, as far as the window goes.
+__device__ __forceinline__ KeyRange queries_of_tile(const AttentionParams& params, const AttentionSequence& sequence,
+                                                    int64_t first, int64_t size) {
+  const int64_t last = min(first + size, sequence.keys), shift = sequence.shift(params);
+  if (last <= first) return {0, 0};
+  const int64_t least = detail::between(0, first - shift - params.window_right, sequence.queries);
+  return {least, detail::between(least, last - shift + params.window_left, sequence.queries)};
+}
+
+// The part that a split has of the tiles of a range.
+__device__ __forceinline__ KeyRange split_of(const KeyRange& range, int64_t tile, int64_t split, int64_t splits) {
+  if (range.first == range.last) return range;
+  const int64_t first = range.first / tile, count = (range.last + tile - 1) / tile - first;
+  const int64_t from = first + count * split / splits, to = first + count * (split + 1) / splits;
+  return {from * tile, min(to * tile, range.last)};
+}
+
+// ---- tensors as a block sees them -----------------------------------------------------------------------------------
+
+// Rows of one head of one sequence. What lies outside reads as 0.
+template <typename T>
+struct Matrix {
+  T* data;
+  int64_t rows, columns, row_stride, column_stride;
+
+  __device__ __forceinline__ T* at(int64_t row, int64_t column) const {
+    return data + row * row_stride + column * column_stride;
+  }
+  __device__ __forceinline__ bool has(int64_t row, int64_t column) const { return row < rows && column < columns; }
+  __device__ __forceinline__ RealOf<T> get(int64_t row, int64_t column) const {
+    return has(row, column) ? to_real(*at(row, column)) : RealOf<T>(0);
+  }
+  __device__ __forceinline__ void set(int64_t row, int64_t column, RealOf<T> value) const {
+    if (has(row, column)) *at(row, column) = from_real<T>(value);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ Matrix<T> matrix_of(const Strided4& tensor, int64_t b, int64_t head, int64_t first,
+                                               int64_t rows, int64_t columns) {
+  T* data = static_cast<T*>(tensor.data) + b * tensor.stride[0] + head * tensor.stride[1] + first * tensor.stride[2];
+  return {data, rows, columns, tensor.stride[2], tensor.stride[3]};
+}
+
+// One head of one sequence.
+template <typename T>
+struct Head {
+  const AttentionParams& params;
+  int64_t b, head;
+  AttentionSequence sequence;
+
+  __device__ __forceinline__ Head(const AttentionParams& params, int64_t b, int64_t head)
+      : params(params), b(b), head(head), sequence(sequence_of(params, b)) {}
+
+  __device__ __forceinline__ int64_t key_head() const { return divide(head, divide(params.heads, params.key_heads)); }
+  // Of a tensor that is like query (key), so wide.
+  __device__ __forceinline__ Matrix<T> of_queries(const Strided4& tensor, int64_t width) const {
+    return matrix_of<T>(tensor, b, head, sequence.first_query, sequence.queries, width);
+  }
+  __device__ __forceinline__ Matrix<T> of_keys(const Strided4& tensor, int64_t width) const {
+    return matrix_of<T>(tensor, b, key_head(), sequence.first_key, sequence.keys, width);
+  }
+  __device__ __forceinline__ int64_t row(int64_t i) const { return row_of(params, sequence, b, head, i); }
+};
+
+// ---- scores and probabilities ---------------------------------------------------------------------------------------
+
+template <typename Real>
+inline constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
+
+// What a product with the values (queries, ...) has to leave out, whatever they hold: those that are not seen. No
+// probability and no gradient of a score is ever a negative zero otherwise.
+template <typename Real>
+inline constexpr Real kUnseen = Real(-0.0);
+template <typename Real>
+__device__ __forceinline__ bool is_unseen(Real weight) {
+  return weight == 0 && std::signbit(weight);
+}
+
+template <typename Real>
+struct Score {
+  Real value;  // -inf where the key is not seen
+  Real slope;  // the derivative by the product of query and key
+
+  __device__ __forceinline__ bool is_seen() const { return value != kMinusInfinity<Real>; }
+};
+
+template <typename T>
+class Scores {
+ public:
+  using Real = RealOf<T>;
+
+  __device__ __forceinline__ explicit Scores(const Head<T>& head)
+      : params_(head.params),
+        sequence_(head.sequence),
+        shift_(head.sequence.shift(head.params)),
+        scale_(static_cast<Real>(head.params.scale)),
+        softcap_(static_cast<Real>(head.params.softcap)),
+        alibi_(head.params.alibi_slopes ? head.params.alibi_slopes[head.b * head.params.alibi_batch_stride + head.head]
+                                        : 0),
+        mask_(head.b * head.params.mask.stride[0] + head.head * head.params.mask.stride[1]) {}
+
+  // Whether this is all there is to the scores of queries [i, last_i) and keys [j, last_j): the product, scaled.
+  __device__ __forceinline__ bool are_plain(int64_t i, int64_t last_i, int64_t j, int64_t last_j) const {
+    return params_.mask_kind == AttentionMask::None && !params_.alibi_slopes && softcap_ == 0 &&
+           last_i <= sequence_.queries && last_j <= sequence_.keys &&
+           j - (last_i - 1) - shift_ >= -params_.window_left && last_j - 1 - i - shift_ <= params_.window_right;
+  }
+  __device__ __forceinline__ Score<Real> plain(Real product) const { return {product * scale_, scale_}; }
+
+  __device__ __forceinline__ Score<Real> operator()(Real product, int64_t i, int64_t j) const {
+    const int64_t distance = j - i - shift_;
+    if (i >= sequence_.queries || j >= sequence_.keys || distance < -params_.window_left ||
+        distance > params_.window_right) {
+      return {kMinusInfinity<Real>, 0};
+    }
+    Score<Real> score = plain(product);
+    if (softcap_ > 0) {
+      const Real part = std::tanh(score.value / softcap_);
+      score.value = softcap_ * part;
+      score.slope *= 1 - part * part;
+    }
+    if (params_.alibi_slopes) score.value -= alibi_ * static_cast<Real>(distance < 0 ? -distance : distance);
+    if (params_.mask_kind != AttentionMask::None) score.value = masked(score.value, i, j);
+    return score;
+  }
+
+ private:
+  // A key that the mask hides may have a score that is not finite.
+  __device__ __forceinline__ Real masked(Real value, int64_t i, int64_t j) const {
+    const int64_t place = mask_ + i * params_.mask.stride[2] + j * params_.mask.stride[3];
+    if (params_.mask_kind == AttentionMask::Boolean) {
+      return static_cast<const uint8_t*>(params_.mask.data)[place] != 0 ? value : kMinusInfinity<Real>;
+    }
+    const Real added = params_.mask_dtype == params_.dtype
+                           ? Real(to_real(static_cast<const T*>(params_.mask.data)[place]))
+                           : Real(static_cast<const float*>(params_.mask.data)[place]);
+    return added == kMinusInfinity<Real> ? added : value + added;
+  }
+
+  const AttentionParams& params_;
+  const AttentionSequence& sequence_;
+  const int64_t shift_;
+  const Real scale_, softcap_, alibi_;
+  const int64_t mask_;  // where the mask of the head begins
+};
+
+// What dropout multiplies the probabilities of a head with.
+template <typename T>
+class Dropout {
+ public:
+  using Real = RealOf<T>;
+
+  __device__ __forceinline__ explicit Dropout(const Head<T>& head)
+      : head_(head),
+        on_(head.params.dropout_p > 0),
+        seed_(on_ ? static_cast<uint64_t>(*head.params.seed) : 0),
+        threshold_(dropout_threshold(head.params.dropout_p)),
+        kept_(static_cast<Real>(head.params.dropout_p < 1 ? 1 / (1 - head.params.dropout_p) : 0)) {}
+
+  // Of query i: for keys 4 * group to 4 * group + 3.
+  __device__ __forceinline__ PhiloxWords words(int64_t i, int64_t group) const {
+    if (!on_) return {};
+    return philox(seed_, dropout_counter(head_.params, head_.row(i)) + static_cast<uint64_t>(group));
+  }
+  __device__ __forceinline__ Real factor(uint32_t word) const {
+    if (!on_) return 1;
+    return word < threshold_ ? 0 : kept_;
+  }
+  __device__ __forceinline__ bool is_on() const { return on_; }
+
+ private:
+  const Head<T>& head_;
+  const bool on_;
+  const uint64_t seed_, threshold_;
+  const Real kept_;
+};
+
+// What backward knows of a query.
+template <typename Real>
+struct RowStatistics {
+  Real lse;
+  Real rest;  // of the log-sum-exp, which rounding took from it
+  Real dot;   // of output and its gradient, less the gradient of lse
+
+  // -inf for what no probability comes from.
+  __device__ __forceinline__ bool has_keys() const { return lse != kMinusInfinity<Real>; }
+};
+
+// A probability as backward needs it.
+template <typename Real>
+struct Gradient {
+  Real dropped;   // the probability that the value was multiplied with
+  Real of_score;  // the gradient of the score, and that of the product of query and key
+  Real of_product;
+};
+
+template <typename Real>
+__device__ __forceinline__ Gradient<Real> gradient_of(const Score<Real>& score, const RowStatistics<Real>& row,
+                                                      Real factor, Real of_dropped) {
+  if (!score.is_seen() || !row.has_keys()) return {kUnseen<Real>, kUnseen<Real>, kUnseen<Real>};
+  const Real probability = std::exp((score.value - row.lse) - row.rest);
+  const Real of_score = probability * (of_dropped * factor - row.dot);
+  return {probability * factor, of_score, of_score * score.slope + 0};  // + 0: no negative zero
+}
+
+// ---- sums of products -----------------------------------------------------------------------------------------------
+
+template <typename Real, int kRows, int kColumns>
+__device__ __forceinline__ void set_zero(Real (&numbers)[kRows][kColumns]) {
+#pragma unroll
+  for (auto& line : numbers) {
+#pragma unroll
+    for (auto& number : line) number = 0;
+  }
+}
+
+template <typename Real, int kRows, int kColumns>
+__device__ __forceinline__ bool all_finite(const Real (&numbers)[kRows][kColumns]) {
+  Real zero = 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) zero += numbers[r][c] * 0;
+  }
+  return zero == 0;
+}
+
+// The same for all threads of the block.
+template <int kThreads>
+__device__ __forceinline__ bool any_thread(bool value) {
+  return block_sum<kThreads>(value ? 1.0f : 0.0f) > 0;
+}
+
+// Calls compute(careful): first as if all were finite, and where the results are not (compute returns whether they
+// are) once more with care for what is not seen.
+template <int kThreads, typename Compute>
+__device__ __forceinline__ void with_care(Compute compute) {
+  bool careful = false;
+  while (any_thread<kThreads>(!compute(careful)) && !careful) careful = true;
+}
+
+// ---- small kernels --------------------------------------------------------------------------------------------------
+
+// The results of splits: output is [splits, rows, value_width], lse [splits, rows]. Null where there is one split.
+template <typename Real>
+struct Partials {
+  Real* output;
+  Real* lse;
+  int64_t rows;
+};
+
+// Where a block writes what it found for the queries of a head: to the results, or to those of its split.
+template <typename T>
+class ForwardTarget {
+ public:
+  using Real = RealOf<T>;
+
+  __device__ __forceinline__ ForwardTarget(const Head<T>& head, const Partials<Real>& partials, int64_t split)
+      : head_(head),
+        output_(head.of_queries(head.params.output, head.params.value_width)),
+        split_output_(partials.lse ? partials.output + split * partials.rows * output_.columns : nullptr),
+        lse_(partials.lse ? partials.lse + split * partials.rows : static_cast<Real*>(head.params.lse)) {}
+
+  __device__ __forceinline__ void set(int64_t i, int64_t column, Real value) const {
+    if (!split_output_) return output_.set(i, column, value);
+    if (output_.has(i, column)) split_output_[head_.row(i) * output_.columns + column] = value;
+  }
+  __device__ __forceinline__ void set_lse(int64_t i, Real lse) const {
+    if (lse_ && i < output_.rows) lse_[head_.row(i)] = lse;
+  }
+
+ private:
+  const Head<T>& head_;
+  const Matrix<T> output_;
+  Real* const split_output_;
+  Real* const lse_;
+};
+
+// The outputs of splits, weighted by what their keys have of the sum, in the order of the splits.
+template <typename T>
+__global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
+    attention_merge(const AttentionParams params, const Partials<RealOf<T>> partials, const int64_t splits,
+                    const Cut cut) {
+  using Real = RealOf<T>;
+  const int64_t count = cut.count();
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const Piece piece = piece_of(cut, index);
+    const Head<T> head(params, piece.tile.b, piece.head);
+    const auto output = head.of_queries(params.output, params.value_width);
+    const int64_t last = min(piece.tile.first + cut.tiles.size, head.sequence.queries);
+    const int64_t width = max(params.value_width, int64_t(1));  // without values there still is a log-sum-exp
+    for (int64_t place = threadIdx.x; place < (last - piece.tile.first) * width; place += kRowThreads) {
+      const int64_t line = divide(place, width), column = place - line * width, i = piece.tile.first + line;
+      const int64_t row = head.row(i);
+      Real highest = kMinusInfinity<Real>, total = 0, sum = 0;
+      for (int64_t split = 0; split < splits; ++split) {
+        const Real lse = partials.lse[split * partials.rows + row];
+        highest = lse > highest ? lse : highest;
+      }
+      for (int64_t split = 0; split < splits && highest != kMinusInfinity<Real>; ++split) {
+        const int64_t of_split = split * partials.rows + row;
+        const Real weight = std::exp(partials.lse[of_split] - highest);
+        total += weight;
+        if (column < params.value_width) sum += weight * partials.output[of_split * params.value_width + column];
+      }
+      output.set(i, column, total == 0 ? 0 : sum / total);
+      if (params.lse && column == 0) {
+        static_cast<Real*>(params.lse)[row] = total == 0 ? kMinusInfinity<Real> : highest + std::log(total);
+      }
+    }
+  }
+}
+
+// The sum of what the log-sum-exp says are the probabilities of query i, by a warp. It is 1, unless lse is so large
+// that the logarithm of the number of keys was lost in it.
+template <typename T>
+__device__ __forceinline__ RealOf<T> sum_of_probabilities(const Head<T>& head, int64_t i, RealOf<T> lse) {
+  const auto query = head.of_queries(head.params.query, head.params.width);
+  const auto key = head.of_keys(head.params.key, head.params.width);
+  const Scores<T> scores(head);
+  const KeyRange range = keys_of(head.params, head.sequence, i);
+  RealOf<T> sum = 0;
+  for (int64_t j = range.first + threadIdx.x % kWarpSize; j < range.last; j += kWarpSize) {
+    RealOf<T> product = 0;
+    for (int64_t column = 0; column < query.columns; ++column) product += query.get(i, column) * key.get(j, column);
+    const auto score = scores(product, i, j);
+    if (score.is_seen()) sum += std::exp(score.value - lse);
+  }
+  return warp_sum(sum);
+}
+
+// From here on lse is rounded so much that probabilities show it.
+inline constexpr int kLargeLse = 1024;
+
+// RowStatistics, by a warp for each row.
+template <typename T>
+__global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
+    attention_backward_rows(const AttentionParams params, const AttentionGradients gradients,
+                            RowStatistics<RealOf<T>>* statistics, const Cut cut) {
+  using Real = RealOf<T>;
+  const int64_t count = cut.count();
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const Piece piece = piece_of(cut, index);
+    const Head<T> head(params, piece.tile.b, piece.head);
+    const auto output = head.of_queries(params.output, params.value_width);
+    const auto gradient = head.of_queries(gradients.output, params.value_width);
+    const int64_t last = min(piece.tile.first + cut.tiles.size, head.sequence.queries);
+    for (int64_t i = piece.tile.first + threadIdx.x / kWarpSize; i < last; i += kRowThreads / kWarpSize) {
+      const int64_t row = head.row(i);
+      Real dot = 0;
+      for (int64_t column = threadIdx.x % kWarpSize; column < params.value_width; column += kWarpSize) {
+        dot += output.get(i, column) * gradient.get(i, column);
+      }
+      dot = warp_sum(dot);
+      if (gradients.lse) dot -= static_cast<const Real*>(gradients.lse)[row];
+      const Real lse = static_cast<const Real*>(params.lse)[row];
+      const bool is_large = std::isfinite(lse) && std::fabs(lse) > kLargeLse;
+      const Real rest = is_large ? std::log(sum_of_probabilities(head, i, lse)) : 0;
+      if (threadIdx.x % kWarpSize == 0) statistics[row] = {lse, rest, dot};
+    }
+  }
+}
+
+}  // namespace myvision
