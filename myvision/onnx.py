@@ -1,8 +1,9 @@
 """Export to ONNX with every operator of myvision as one node.
 
 ``deform_conv2d`` becomes ONNX's own ``DeformConv``; a norm becomes ONNX's own node with Add and the activation behind,
-or its formula where ONNX has no such node. ``my_add``, which ONNX does not have, becomes ``myvision::my_add``, and the
-model carries its function body, so any runtime runs it. Needs the packages of the extra ``myvision[onnx]``.
+or its formula where ONNX has no such node; attention becomes ``Attention``, its options a mask. ``my_add``, which ONNX
+does not have, becomes ``myvision::my_add``, and the model carries its function body, so any runtime runs it. Needs the
+packages of the extra ``myvision[onnx]``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from myvision._onnx_attention import attention_translations
 from myvision._onnx_norms import UnsupportedError, norm_translations
 
 __all__ = ["DEFAULT_OPSET", "add_function_bodies", "export", "translation_table"]
@@ -65,6 +67,7 @@ def translation_table(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Tr
         operators.my_add.default: _my_add_translation(opset),
         operators.deform_conv2d.default: _deform_conv2d_translation(opset),
         **norm_translations(opset),
+        **attention_translations(opset),
     }
 
 

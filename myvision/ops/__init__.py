@@ -2,6 +2,7 @@
 
 from myvision.ops.add_layer_norm import add_layer_norm
 from myvision.ops.add_rms_norm import add_rms_norm
+from myvision.ops.attention import scaled_dot_product_attention, varlen_attention
 from myvision.ops.batch_norm import batch_norm
 from myvision.ops.deform_conv2d import deform_conv2d
 from myvision.ops.group_norm import group_norm
@@ -20,4 +21,6 @@ __all__ = [
     "layer_norm",
     "my_add",
     "rms_norm",
+    "scaled_dot_product_attention",
+    "varlen_attention",
 ]

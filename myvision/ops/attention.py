@@ -1,0 +1,562 @@
+"""Scaled dot-product attention: the functional API, and what torch must know of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from myvision._autocast import cast_to, register_autocast
+from myvision._autograd import register_autograd, register_second_derivative
+from myvision._overrides import overridable
+from myvision._reference.attention import attention as reference
+from myvision._tracing import constant
+from myvision._vmap import register_vmap
+from myvision.ops import _norm
+from myvision.ops._dropout import check_dropout, check_probability, new_seed
+from myvision.ops._norm import DTYPES as _DTYPES
+from myvision.ops._norm import name_of, real_dtype
+
+_attention = torch.ops.myvision.attention.default
+_with_lse = torch.ops.myvision.attention.with_lse
+_forward = torch.ops.myvision._attention_forward.default
+_backward = torch.ops.myvision._attention_backward.default
+_TENSORS = 8  # arguments of the operators, before the options
+_OPTIONS = 7
+
+Alignment = Literal["top_left", "bottom_right"]
+Window = int | tuple[int | None, int | None] | None
+
+
+# fmt: off
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    causal_alignment: Alignment = "top_left", window: Window = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    causal_alignment: Alignment = "top_left", window: Window = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
+@overridable
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_alignment: Alignment = "top_left",
+    window: Window = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention, ``softmax(query @ key.T * scale + ...) @ value``, that never keeps the scores in memory.
+
+    A superset of :func:`torch.nn.functional.scaled_dot_product_attention`, whose arguments mean the same. Every option
+    goes through the same fused kernel, forward and backward, in memory that grows with the length, not with its square.
+    In full, with ``shift = 0`` (``key length - query length`` where ``causal_alignment`` is ``"bottom_right"``)::
+
+        score[i, j] = cap(query[i] . key[j] * scale) - slope * |j - i - shift| + attn_mask[i, j]
+        output[i]   = sum over j of dropout(softmax(score[i]))[j] * value[j]
+
+    A query sees those keys that the mask, ``is_causal`` and ``window`` leave it; all three may be given together. Keys
+    that it does not see have no influence at all, even where they or their values are NaN. A query that sees no key has
+    output 0 and gradient 0, and ``-inf`` as its ``lse``. Half types are computed in float32.
+
+    Args:
+        query: ``[..., heads, queries, width]``, of float64, float32, float16 or bfloat16, with 2 dimensions or more,
+            and any strides.
+        key: ``[..., heads, keys, width]``, of the same dtype (under autocast they may differ).
+        value: ``[..., heads, keys, value width]``. Batch dimensions, and heads of size 1, broadcast.
+        attn_mask: broadcastable to ``[..., heads, queries, keys]``, with 2 dimensions or more: bool, where True means
+            that the key is seen, or added to the scores, of the query's dtype or float32; -inf there means that the key
+            is not seen. It has a gradient, and is never expanded in memory. Default: none.
+        dropout_p: with what probability a weight is dropped, **also in evaluation**, as in torch; the others are scaled
+            by ``1 / (1 - dropout_p)``. Which ones follows from a number of torch's default generator, so that
+            :func:`torch.manual_seed` repeats it, on any number of threads; no mask is kept for backward. Default: 0.
+        is_causal: query ``i`` sees the keys ``j <= i + shift``. Default: False.
+        scale: factor of the products. Default: ``1 / sqrt(width)``.
+        enable_gqa: query may have a multiple of the heads of key and value, each of which then serves as many
+            neighbouring heads; nothing is repeated in memory. Default: False.
+        causal_alignment: where the diagonal of ``is_causal``, ``window`` and ``alibi_slopes`` lies: ``"top_left"``,
+            query 0 beside key 0, as in torch, or ``"bottom_right"``, the last query beside the last key, as in decoding
+            with a cache. Default: ``"top_left"``.
+        window: ``(left, right)``: query ``i`` sees ``i + shift - left <= j <= i + shift + right``; None for no limit,
+            one number for both. Default: no limit.
+        softcap: ``cap(x) = softcap * tanh(x / softcap)``. Default: no cap.
+        alibi_slopes: ``[heads]`` or ``[batch, heads]``, of float32: how fast scores fall with the distance. Without a
+            gradient. Default: none.
+        return_lse: return ``lse`` as well, ``log(sum over j of exp(score[i, j]))``, with which partial results can be
+            merged. It has a gradient. Default: False.
+
+    Returns:
+        ``[..., heads, queries, value width]``, of the query's dtype. In memory heads lie inside of lengths where they
+        do so in ``query``: then ``transpose(1, 2).flatten(2)`` of it needs no copy. With ``return_lse``:
+        ``(output, lse)``, ``lse`` being ``[..., heads, queries]`` of float32, or float64 for float64.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together, or an option is out of its range.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.ops import scaled_dot_product_attention
+        >>> query, key, value = torch.randn(3, 2, 8, 128, 64)
+        >>> scaled_dot_product_attention(query, key, value, is_causal=True, window=(31, 0)).shape
+        torch.Size([2, 8, 128, 64])
+
+    Papers: `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_, `FlashAttention-2
+    <https://arxiv.org/abs/2307.08691>`_, `Online normalizer calculation for softmax
+    <https://arxiv.org/abs/1805.02867>`_, `GQA <https://arxiv.org/abs/2305.13245>`_, `Train Short, Test Long (ALiBi)
+    <https://arxiv.org/abs/2108.12409>`_, `Longformer (windows) <https://arxiv.org/abs/2004.05150>`_.
+    """
+    check_probability("attention", dropout_p)
+    _check_dimensions(query, key, value)
+    _check_heads(query, key, enable_gqa)
+    batch = None
+    if not _have_one_batch_dimension(query, key, value):
+        dims = max(query.dim(), key.dim(), value.dim())
+        query, key, value, attn_mask, batch = _with_one_batch_dimension(query, key, value, attn_mask)
+    query, key, value = _with_equal_heads(query, key, value)
+    tensors = query, key, value, attn_mask, alibi_slopes, None, None, new_seed(query, dropout_p)
+    arguments = *tensors, dropout_p, is_causal, causal_alignment, *_window(window), scale, softcap or 0.0
+    output, lse = _with_lse(*arguments) if return_lse else (_attention(*arguments), None)
+    if batch is not None:
+        leading = () if dims == 2 else (*batch, output.shape[1])
+        output = output.reshape(*leading, *output.shape[2:])
+        lse = None if lse is None else lse.reshape(*leading, lse.shape[2])
+    return output if lse is None else (output, lse)
+
+
+# fmt: off
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    causal_alignment: Alignment = "top_left", window: Window = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    causal_alignment: Alignment = "top_left", window: Window = None, softcap: float | None = None,
+    alibi_slopes: Tensor | None = None, return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
+@overridable
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_alignment: Alignment = "top_left",
+    window: Window = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention within each of several sequences of any lengths that lie one after the other, without padding.
+
+    Sequence ``b`` has the queries ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``, and keys likewise. Within it everything
+    is as for :func:`scaled_dot_product_attention`; there is no mask.
+
+    Args:
+        query: ``[rows, heads, width]``, of float64, float32, float16 or bfloat16 and any strides.
+        key: ``[key rows, heads, width]``, of the same dtype.
+        value: ``[key rows, heads, value width]``.
+        cu_seqlens_q: ``[sequences + 1]``, of int32 or int64: 0, then where each sequence ends, at last ``rows``. On a
+            GPU, where checking would mean waiting, what leaves the tensor is cut off, and rows of no sequence get 0.
+        cu_seqlens_k: likewise for key and value.
+        dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, softcap, alibi_slopes, return_lse: as for
+            :func:`scaled_dot_product_attention`; lengths are those of each sequence, and ``alibi_slopes`` may be
+            ``[sequences, heads]``.
+
+    Returns:
+        ``[rows, heads, value width]``; with ``return_lse`` also ``lse``, ``[heads, rows]``.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit together, an option is out of its range, or, on the CPU,
+            ``cu_seqlens`` does not run from 0 to the number of rows without falling.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.ops import varlen_attention
+        >>> query, key, value = torch.randn(3, 100, 8, 64)
+        >>> ends = torch.tensor([0, 30, 100])
+        >>> varlen_attention(query, key, value, ends, ends, is_causal=True).shape
+        torch.Size([100, 8, 64])
+
+    Papers: as for :func:`scaled_dot_product_attention`.
+    """
+    check_probability("attention", dropout_p)
+    if query.dim() == key.dim() == 3:
+        _check_heads(query.transpose(0, 1), key.transpose(0, 1), enable_gqa)
+    tensors = query, key, value, None, alibi_slopes, cu_seqlens_q, cu_seqlens_k, new_seed(query, dropout_p)
+    arguments = *tensors, dropout_p, is_causal, causal_alignment, *_window(window), scale, softcap or 0.0
+    return _with_lse(*arguments) if return_lse else _attention(*arguments)
+
+
+def _window(window: Window) -> tuple[int | None, int | None]:
+    return window if isinstance(window, tuple) else (window, window)
+
+
+def _check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise RuntimeError(
+                f"attention: {name} must have 2 dimensions or more, [..., heads, length, width], but has shape "
+                f"{tuple(tensor.shape)}"
+            )
+
+
+def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    if enable_gqa or query.dim() < 3 or key.dim() < 3:
+        return
+    heads, key_heads = constant(query.shape[-3]), constant(key.shape[-3])
+    if heads != key_heads and 1 not in (heads, key_heads):
+        raise RuntimeError(
+            f"attention: query has {heads} heads and key {key_heads}; enable_gqa=True lets a head of key serve several"
+        )
+
+
+def _have_one_batch_dimension(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """And of the same size."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    size, key_size, value_size = (constant(tensor.shape[0]) for tensor in (query, key, value))
+    return size == key_size == value_size
+
+
+def _with_one_batch_dimension(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[int]]:
+    """Of 4 dimensions, without a copy where their strides allow it; and the batch dimensions that they stood for."""
+    rows = [tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value)]
+    batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in rows))
+    query, key, value = (
+        tensor.expand(*batch, *tensor.shape[-3:]).reshape(batch.numel(), *tensor.shape[-3:]) for tensor in rows
+    )
+    if attn_mask is not None and attn_mask.dim() > 3:
+        if attn_mask.shape[:-3].numel() != 1:
+            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
+        attn_mask = attn_mask.reshape(-1, *attn_mask.shape[-3:])
+    return query, key, value, attn_mask, batch
+
+
+def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Those with one head get more, as broadcasting would; the operator lets many heads of query share one of key."""
+    heads = max(constant(key.shape[1]), constant(value.shape[1]))
+    if heads == 1:
+        return query, key, value
+    query, key, value = (
+        tensor.expand(-1, heads, -1, -1) if constant(tensor.shape[1]) == 1 else tensor for tensor in (query, key, value)
+    )
+    return query, key, value
+
+
+# ---- what the operators return, and what they reject: the same as csrc/ops/attention/attention.cpp -------------------
+
+
+def _check(holds: Any, message: Any) -> None:
+    _norm.check("attention", holds, message)
+
+
+def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    _norm.check_device("attention", name, tensor, query, "query")
+
+
+def _check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
+    _check(
+        tensor.dtype == query.dtype,
+        lambda: f"{name} must have the dtype of query, {name_of(query.dtype)}, but has {name_of(tensor.dtype)}",
+    )
+    _check_device(name, tensor, query)
+
+
+def _check_starts(name: str, starts: Tensor | None, query: Tensor) -> None:
+    _check(starts is not None, lambda: f"cu_seqlens_q and cu_seqlens_k must both be given, but {name} is None")
+    assert starts is not None
+    _check(
+        starts.dtype in (torch.int32, torch.int64),
+        lambda: f"{name} must have dtype int32 or int64, but has {name_of(starts.dtype)}",
+    )
+    _check(
+        starts.dim() == 1 and starts.shape[0] >= 1,
+        lambda: (
+            f"{name} must have one dimension, of one more than there are sequences, but has shape {tuple(starts.shape)}"
+        ),
+    )
+    _check_device(name, starts, query)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, packed: bool) -> None:
+    wanted = "3 dimensions, [rows, heads, width]" if packed else "4 dimensions, [batch, heads, length, width]"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check(
+            tensor.dim() == (3 if packed else 4),
+            lambda name=name, tensor=tensor: f"{name} must have {wanted}, but has shape {tuple(tensor.shape)}",
+        )
+    length, heads = (0, 1) if packed else (2, 1)
+
+    def check_same(names: str, what: str, first: Tensor, second: Tensor, dim: int) -> None:
+        one, other = names.split()
+        _check(
+            first.shape[dim] == second.shape[dim],
+            lambda: (
+                f"{one} and {other} must have the same {what}, but {one} has shape {tuple(first.shape)}, "
+                f"{other} {tuple(second.shape)}"
+            ),
+        )
+
+    if not packed:
+        check_same("query key", "batch size", query, key, 0)
+        check_same("key value", "batch size", key, value, 0)
+    check_same("query key", "width", query, key, -1)
+    check_same("key value", "length", key, value, length)
+    check_same("key value", "number of heads", key, value, heads)
+    count, key_count = query.shape[heads], key.shape[heads]
+    _check(
+        count == 0 if key_count == 0 else count % key_count == 0,
+        lambda: (
+            f"the heads of query must be a multiple of those of key, but query has shape {tuple(query.shape)}, "
+            f"key {tuple(key.shape)}"
+        ),
+    )
+
+
+def _check_mask(mask: Tensor | None, query: Tensor, key: Tensor, packed: bool) -> None:
+    if mask is None:
+        return
+    _check(not packed, lambda: "attn_mask and cu_seqlens_q exclude each other")
+    _check(
+        mask.dtype in (torch.bool, query.dtype, torch.float32),
+        lambda: (
+            f"attn_mask must have dtype bool, float32 or that of query, {name_of(query.dtype)}, "
+            f"but has {name_of(mask.dtype)}"
+        ),
+    )
+    _check_device("attn_mask", mask, query)
+    wanted = (*query.shape[:3], key.shape[2])
+    fits = 2 <= mask.dim() <= 4
+    for size, wanted_size in zip(reversed(mask.shape), reversed(wanted), strict=False):
+        fits = fits and (size == 1 or size == wanted_size)
+    _check(
+        fits,
+        lambda: f"attn_mask must have 2 to 4 dimensions that broadcast to {wanted}, but has shape {tuple(mask.shape)}",
+    )
+
+
+def _check_slopes(slopes: Tensor | None, query: Tensor, batch: int) -> None:
+    if slopes is None:
+        return
+    _check(
+        slopes.dtype == torch.float32,
+        lambda: f"alibi_slopes must have dtype float32, but has {name_of(slopes.dtype)}",
+    )
+    _check_device("alibi_slopes", slopes, query)
+    heads = query.shape[1]
+    fits = (slopes.dim() == 1 or (slopes.dim() == 2 and slopes.shape[0] == batch)) and slopes.shape[-1] == heads
+    _check(
+        fits,
+        lambda: (
+            f"alibi_slopes must have one number for each of the {heads} heads, or [batch, heads], "
+            f"but has shape {tuple(slopes.shape)}"
+        ),
+    )
+
+
+def _check_window(name: str, window: int | None) -> None:
+    _check(
+        window is None or window >= 0,
+        lambda: f"{name} must be at least 0, or None for no limit, but is {window}",
+    )
+
+
+def _check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    causal_alignment: str,
+    window_left: int | None,
+    window_right: int | None,
+    scale: float | None,
+    softcap: float,
+) -> None:
+    _check(
+        query.dtype in _DTYPES,
+        lambda: f"query must have dtype float64, float32, float16 or bfloat16, but has {name_of(query.dtype)}",
+    )
+    _check_like_query("key", key, query)
+    _check_like_query("value", value, query)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    batch = query.shape[0]
+    if packed:
+        _check_starts("cu_seqlens_q", cu_seqlens_q, query)
+        _check_starts("cu_seqlens_k", cu_seqlens_k, query)
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_k is not None
+        lengths = cu_seqlens_q.shape[0], cu_seqlens_k.shape[0]
+        _check(
+            lengths[0] == lengths[1],
+            lambda: "cu_seqlens_q and cu_seqlens_k must have the same length, but have {} and {}".format(*lengths),
+        )
+        batch = lengths[0] - 1
+    _check_shapes(query, key, value, packed)
+    _check_mask(attn_mask, query, key, packed)
+    _check_slopes(alibi_slopes, query, batch)
+    check_probability("attention", dropout_p)
+    _check(
+        causal_alignment in ("top_left", "bottom_right"),
+        lambda: f"causal_alignment must be 'top_left' or 'bottom_right', but is '{causal_alignment}'",
+    )
+    _check(softcap >= 0, lambda: f"softcap must be at least 0, but is {softcap:g}")
+    _check_window("window_left", window_left)
+    _check_window("window_right", window_right)
+    check_dropout("attention", dropout_p, seed, query, "query")
+
+
+def _new_rows(like: Tensor, width: int) -> Tensor:
+    """Of the sizes of `like` but for its width; heads lie inside of lengths where they do in `like`."""
+    if like.dim() == 4 and like.stride(1) < like.stride(2):
+        batch, heads, length, _ = like.shape
+        return like.new_empty((batch, length, heads, width)).transpose(1, 2)
+    return like.new_empty((*like.shape[:-1], width))
+
+
+def _new_lse(query: Tensor, packed: bool) -> Tensor:
+    shape = (query.shape[1], query.shape[0]) if packed else query.shape[:-1]
+    return query.new_empty(shape, dtype=real_dtype(query))
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    _check_call(*args)
+    query, value, packed = args[0], args[2], args[5] is not None
+    return _new_rows(query, value.shape[-1]), _new_lse(query, packed)
+
+
+def _check_result(name: str, tensor: Tensor, like: Tensor, query: Tensor) -> None:
+    """What forward returned, or the gradient of it."""
+    fits = tensor.dtype == like.dtype and tensor.dim() == like.dim()
+    for size, wanted in zip(tensor.shape, like.shape, strict=False):
+        fits = fits and size == wanted
+    _check(
+        fits,
+        lambda: (
+            f"{name} must be {name_of(like.dtype)} of shape {tuple(like.shape)}, "
+            f"but is {name_of(tensor.dtype)} of shape {tuple(tensor.shape)}"
+        ),
+    )
+    _check_device(name, tensor, query)
+
+
+def _fake_backward(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+    tensors, (output, lse), options = args[:_TENSORS], args[_TENSORS : _TENSORS + 2], args[_TENSORS + 2 : -1]
+    like_output, like_lse = _fake(*tensors, *options)
+    query, key, value, mask = tensors[:4]
+    wanted = args[-1]
+    _norm.check_mask("attention", wanted, 4)
+    _check(
+        not wanted[3] or (mask is not None and mask.dtype != torch.bool),
+        lambda: "a gradient of attn_mask is wanted, but there is no additive one",
+    )
+    _check_result("grad_output", grad_output, like_output, query)
+    _check_result("output", output, like_output, query)
+    _check_result("lse", lse, like_lse, query)
+    if grad_lse is not None:
+        _check_result("grad_lse", grad_lse, like_lse, query)
+    return (
+        _new_rows(query, query.shape[-1]) if wanted[0] else None,
+        _new_rows(key, key.shape[-1]) if wanted[1] else None,
+        _new_rows(value, value.shape[-1]) if wanted[2] else None,
+        mask.new_empty(mask.shape) if wanted[3] else None,
+    )
+
+
+# ---- derivatives: the first by the fused kernels, the others through the reference -----------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    if ctx.needs_input_grad[4]:
+        raise NotImplementedError("attention: alibi_slopes has no gradient; pass alibi_slopes.detach()")
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.options = inputs[_TENSORS:]
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(tensors[_TENSORS])
+    wanted = list(ctx.needs_input_grad[:4])
+    gradients = _backward(grad_output, grad_lse, *tensors, *ctx.options, wanted)
+    return (*gradients, *[None] * (_TENSORS - 4 + _OPTIONS))
+
+
+def _composite(*args: Any) -> Tensor:
+    return reference(*args)[0]
+
+
+def _gradients(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+    """What the backward operator returns; output and lse are computed anew, as they depend on the other inputs."""
+    tensors, options, wanted = args[:_TENSORS], args[_TENSORS + 2 : -1], args[-1]
+    positions = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+
+    def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
+        varied = dict(enumerate(tensors)) | dict(zip(positions, values, strict=True))
+        results = reference(*varied.values(), *options)
+        return results[:1] if grad_lse is None else results
+
+    pullback = torch.func.vjp(of_wanted, *(tensors[i] for i in positions))[1]
+    found = dict(zip(positions, pullback((grad_output,) if grad_lse is None else (grad_output, grad_lse)), strict=True))
+    return tuple(found.get(i) for i in range(4))
+
+
+def _cast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+    """Query, key and value take autocast's dtype; a mask keeps its own where the operator takes it."""
+    dtype = torch.get_autocast_dtype(device_type)
+    rows = [cast_to(tensor, dtype, device_type) for tensor in args[:3]]
+    mask = args[3]
+    if mask is not None and mask.is_floating_point() and mask.dtype != rows[0].dtype:
+        mask = mask.to(torch.float32)
+    return (*rows, mask, *args[4:])
+
+
+torch.library.register_fake(_attention, lambda *args: _fake(*args)[0])
+torch.library.register_fake(_with_lse, _fake)
+torch.library.register_fake(_forward, _fake)
+torch.library.register_fake(_backward, _fake_backward)
+register_autograd(_attention, _setup_context, _differentiate, composite=_composite, forward=_forward)
+register_autograd(_with_lse, _setup_context, _differentiate, composite=reference)
+register_second_derivative(_backward, _gradients)
+register_autocast(_attention, _cast)
+register_autocast(_with_lse, _cast)
+for _op in (_attention, _with_lse, _forward, _backward):
+    register_vmap(_op)
