@@ -26,6 +26,8 @@ from myvision.ops import (
     layer_norm,
     my_add,
     rms_norm,
+    scaled_dot_product_attention,
+    varlen_attention,
 )
 
 ROW = 2**15
@@ -86,10 +88,32 @@ def drop_add_and_normalise(inputs: list[Tensor]) -> Tensor:
     return output + total
 
 
+def attend_with_a_mask(inputs: list[Tensor]) -> Tensor:
+    query, key, value, mask = inputs
+    return scaled_dot_product_attention(query, key, value, mask, is_causal=True, softcap=5.0, window=(40, None))
+
+
+def attend_with_dropout(inputs: list[Tensor]) -> Tensor:
+    seed = torch.full((), 7, device=inputs[0].device)  # the same in every call
+    options = 0.3, True, "bottom_right", None, None, None, 0.0
+    return torch.ops.myvision.attention.default(*inputs, None, None, None, None, seed, *options)
+
+
+def attend_on_tensor_cores(inputs: list[Tensor]) -> Tensor:
+    return scaled_dot_product_attention(*[tensor.bfloat16() for tensor in inputs], is_causal=True)
+
+
+def attend_to_packed_sequences(inputs: list[Tensor]) -> Tensor:
+    """With offsets that leave rows at the end to no sequence."""
+    starts = torch.arange(0, 120, 39, device=inputs[0].device)
+    return varlen_attention(*inputs, starts, starts, is_causal=True)
+
+
 CONVOLUTION = Case(batch=3, in_channels=16, out_channels=24, image=(20, 21), groups=2, offset_groups=2)
 IMAGES = tensors((3, 16, 9, 12), (16,), (16,), (3, 16, 9, 12))
 ROWS = tensors((7, 5, 96), (96,), (96,), (7, 5, 96))
 LONG_ROWS = tensors((3, 30000), (30000,), (30000,))
+HEADS = tensors((2, 4, 90, 40), (2, 2, 100, 40), (2, 2, 100, 24))
 CALLS = {  # by operator, and what is special
     "add_layer_norm": Call(ROWS, add_and_normalise),
     "add_layer_norm, dropout": Call(ROWS, drop_add_and_normalise),
@@ -118,6 +142,21 @@ CALLS = {  # by operator, and what is special
     "rms_norm": Call(
         ROWS, lambda inputs: rms_norm(inputs[0], 96, inputs[1], residual=inputs[3], activation="hardswish") + inputs[2]
     ),
+    "scaled_dot_product_attention": Call(
+        HEADS, lambda inputs: scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    ),
+    "scaled_dot_product_attention, mask": Call(
+        tensors((2, 4, 90, 40), (2, 4, 100, 40), (2, 4, 100, 24), (4, 1, 100)), attend_with_a_mask
+    ),
+    "scaled_dot_product_attention, dropout": Call(HEADS, attend_with_dropout),
+    "scaled_dot_product_attention, tensor cores": Call(
+        tensors((2, 4, 90, 80), (2, 4, 100, 80), (2, 4, 100, 136)), attend_on_tensor_cores
+    ),
+    "scaled_dot_product_attention, decoding": Call(
+        tensors((1, 4, 1, 64), (1, 4, 2000, 64), (1, 4, 2000, 64)),
+        lambda inputs: scaled_dot_product_attention(*inputs),
+    ),
+    "varlen_attention": Call(tensors((120, 4, 40), (120, 4, 40), (120, 4, 40)), attend_to_packed_sequences),
 }
 
 
@@ -292,3 +331,29 @@ def test_batch_norm_of_a_large_input(memory_format: torch.memory_format, gpu: st
     assert all(torch.equal(rows, part - 2) for rows, part in zip(output.split(1024, 2), x.split(1024, 2), strict=True))
     (gradient,) = torch.autograd.grad(output, x, torch.ones_like(output))
     assert gradient.abs().max() < 1e-3
+
+
+def test_attention_of_many_sequences(gpu: str) -> None:
+    need_memory(gpu, 48)
+    shape = (PAST_32_BITS // 4096, 1, 64, 64)
+    leaves = [torch.randn(shape, dtype=torch.float16, device=gpu).requires_grad_() for _ in range(3)]
+    output = scaled_dot_product_attention(*leaves, is_causal=True)
+    gradients = torch.autograd.grad(output, leaves, leaves[0].detach())
+    last = [leaf.detach()[-2:].float().requires_grad_() for leaf in leaves]
+    expected = torch.nn.functional.scaled_dot_product_attention(*last, is_causal=True)
+    torch.testing.assert_close(output[-2:].float(), expected, rtol=1e-2, atol=1e-2)
+    for gradient, part in zip(gradients, torch.autograd.grad(expected, last, last[0].detach()), strict=True):
+        torch.testing.assert_close(gradient[-2:].float(), part, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_with_a_large_mask(dtype: torch.dtype, gpu: str) -> None:
+    """The last queries see the last keys alone."""
+    need_memory(gpu, 8)
+    length = 46400
+    query, key, value = (torch.randn(1, 1, length, 8, dtype=dtype, device=gpu) for _ in range(3))
+    mask = torch.ones(length, length, dtype=torch.bool, device=gpu)
+    mask[-5:, :-3] = False
+    output = scaled_dot_product_attention(query, key, value, mask)[:, :, -5:]
+    expected = torch.nn.functional.scaled_dot_product_attention(query[:, :, -5:], key[:, :, -3:], value[:, :, -3:])
+    torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)

@@ -17,7 +17,7 @@ import sanitizer
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "asan"
 SOURCES = ["csrc", "myvision", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-TESTS = [f"tests/test_{name}.py" for name in ("my_add", "deform_conv2d", "deform_conv2d_errors", "norm")]
+TESTS = [f"tests/test_{name}.py" for name in ("my_add", "deform_conv2d", "deform_conv2d_errors", "norm", "attention")]
 # What comes near the edges: odd shapes, strides with gaps, positions that are far off, infinite or NaN, bad input.
 SELECTED = "(far or any_ or empty or wanted or layout and not norm or lengths or 32_bits or bad_input) and not emulated"
 

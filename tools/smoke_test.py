@@ -6,6 +6,7 @@ python smoke_test.py [--torch VERSION]
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -45,6 +46,21 @@ def check_norms() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def check_attention() -> None:
+    """It is torch's own, gradients included, and torch's encoder layer loads into ours."""
+    query, key, value = (torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3))
+    ours = myvision.ops.scaled_dot_product_attention(query, key, value, is_causal=True)
+    theirs = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    gradients = [torch.autograd.grad(output.sum(), (query, key, value)) for output in (ours, theirs)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+    sizes: dict[str, Any] = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
+    layers = myvision.nn.TransformerEncoderLayer(**sizes), torch.nn.TransformerEncoderLayer(**sizes)
+    layers[0].load_state_dict(layers[1].state_dict())
+    x = torch.randn(2, 9, 8)
+    torch.testing.assert_close(layers[0](x), layers[1](x), rtol=1e-4, atol=1e-4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", metavar="VERSION", help="insist on this torch, and on a CPU-only one")
@@ -54,6 +70,7 @@ def main() -> None:
     check_my_add()
     check_deform_conv2d()
     check_norms()
+    check_attention()
     print(f"myvision {myvision.__version__} works with torch {torch.__version__}")
 
 

@@ -23,9 +23,10 @@ ORDERS = {
 }
 SANITIZERS = ["address", "thread"]
 # `make test` has run all of it; large sums and the many calls of gradcheck add nothing here but time.
-# Of the norms, whose tests are many, those of their kernels' ways, and every norm once.
+# Of the norms and of attention, whose tests are many, those of their kernels' ways, and every norm once.
 NORMS = "norm_kernels or (matches_the_oracle and float32 and channels_last)"
-SELECTED = f"emulated and not bitwise and not gradcheck and (not norm or {NORMS})"
+ATTENTION = "attention_gpu and bfloat16 and (tensor_cores or split)"
+SELECTED = f"emulated and not bitwise and not gradcheck and (not norm or {NORMS}) and (not attention or ({ATTENTION}))"
 
 
 def sanitized(name: str) -> dict[str, str]:
