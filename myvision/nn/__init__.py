@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from myvision.nn.add_layer_norm import AddLayerNorm
 from myvision.nn.add_rms_norm import AddRMSNorm
+from myvision.nn.attention import KeyValueCache, MultiheadAttention
 from myvision.nn.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from myvision.nn.group_norm import GroupNorm
 from myvision.nn.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
@@ -14,6 +15,9 @@ from myvision.nn.layer_norm import LayerNorm
 from myvision.nn.my_add import MyAdd
 from myvision.nn.rms_norm import RMSNorm
 from myvision.nn.sync_batch_norm import SyncBatchNorm
+from myvision.nn.transformer import Transformer
+from myvision.nn.transformer_decoder import TransformerDecoder, TransformerDecoderLayer
+from myvision.nn.transformer_encoder import TransformerEncoder, TransformerEncoderLayer
 
 if TYPE_CHECKING:
     from myvision.nn.deform_conv2d import DeformConv2d, DeformConv2dPack
@@ -32,10 +36,17 @@ __all__ = [
     "InstanceNorm1d",
     "InstanceNorm2d",
     "InstanceNorm3d",
+    "KeyValueCache",
     "LayerNorm",
+    "MultiheadAttention",
     "MyAdd",
     "RMSNorm",
     "SyncBatchNorm",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
 ]
 
 _SUBCLASSES_OF_TORCHVISION = {

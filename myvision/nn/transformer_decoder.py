@@ -1,0 +1,175 @@
+"""The decoder of a transformer as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from myvision.nn._masks import is_causal_mask
+from myvision.nn._transformer import add_norm, feed_forward, use_fused_modules
+from myvision.nn.attention import KeyValueCache
+
+LayerCache = tuple[KeyValueCache, KeyValueCache]
+
+
+class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """Self-attention, attention to a memory and a feed-forward network, with fused attention and norms.
+
+    A ``torch.nn.TransformerDecoderLayer`` in constructor, parameters, ``state_dict`` and arguments, with the same
+    results; everything else is as for :class:`~myvision.nn.TransformerEncoderLayer`.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias: as in
+            ``torch.nn.TransformerDecoderLayer``.
+        device, dtype: likewise.
+
+    Shape:
+        - tgt: ``[batch, length, d_model]`` with ``batch_first``, else ``[length, batch, d_model]``, or
+          ``[length, d_model]``.
+        - memory: likewise, of the encoder's length.
+        - tgt_mask, tgt_key_padding_mask, tgt_is_causal and memory_mask, memory_key_padding_mask, memory_is_causal:
+          ``attn_mask``, ``key_padding_mask`` and ``is_causal`` of :class:`~myvision.nn.MultiheadAttention`.
+        - cache: the caches of self-attention and of attention to the memory, see :class:`TransformerDecoder`.
+        - output: as tgt.
+
+    Raises:
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import TransformerDecoderLayer
+        >>> layer = TransformerDecoderLayer(512, 8, batch_first=True)
+        >>> layer(torch.rand(2, 20, 512), torch.rand(2, 100, 512)).shape
+        torch.Size([2, 20, 512])
+
+    Papers: `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_ and, for ``norm_first``, `On Layer
+    Normalization in the Transformer Architecture <https://arxiv.org/abs/2002.04745>`_.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        options = layer_norm_eps, batch_first, norm_first, bias, device, dtype
+        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, *options)
+        use_fused_modules(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        *,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        own_cache, memory_cache = (None, None) if cache is None else cache
+
+        def attend_to_itself(x: Tensor) -> Tensor:
+            return _attend(self.self_attn, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal, own_cache)
+
+        def attend_to_memory(x: Tensor) -> Tensor:
+            masks = memory_mask, memory_key_padding_mask, memory_is_causal
+            return _attend(self.multihead_attn, x, memory, *masks, memory_cache)
+
+        if self.norm_first:
+            x, stream = add_norm(attend_to_itself(self.norm1(tgt)), tgt, self.dropout1, self.norm2)
+            x, stream = add_norm(attend_to_memory(x), stream, self.dropout2, self.norm3)
+            return stream + self.dropout3(feed_forward(self, x))
+        x, _ = add_norm(attend_to_itself(tgt), tgt, self.dropout1, self.norm1)
+        x, _ = add_norm(attend_to_memory(x), x, self.dropout2, self.norm2)
+        x, _ = add_norm(feed_forward(self, x), x, self.dropout3, self.norm3)
+        return x
+
+
+def _attend(
+    attention: nn.Module,
+    x: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    cache: KeyValueCache | None,
+) -> Tensor:
+    options: dict[str, Any] = {"attn_mask": mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+    if cache is not None:  # torch's modules, which may stand here too, have none
+        options["cache"] = cache
+    return attention(x, memory, memory, need_weights=False, **options)[0]
+
+
+class TransformerDecoder(nn.TransformerDecoder):
+    """A stack of decoder layers, which can decode step by step.
+
+    A ``torch.nn.TransformerDecoder`` in constructor, parameters, ``state_dict`` and arguments.
+
+    Args:
+        decoder_layer: what is copied ``num_layers`` times, of :class:`TransformerDecoderLayer` or called like it.
+        num_layers: how many layers.
+        norm: applied at the end. Default: none.
+
+    Shape:
+        - tgt, memory, output and the masks: as for :class:`TransformerDecoderLayer`.
+        - tgt_is_causal: as there. None, the default: on the CPU and outside of graphs, ``tgt_mask`` is looked at.
+        - cache: of :meth:`new_cache`. Then ``tgt`` is only what has come since the call before. Each token sees itself
+          and all before it, without a mask; neither the memory nor earlier tokens are projected again.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import TransformerDecoder, TransformerDecoderLayer
+        >>> decoder = TransformerDecoder(TransformerDecoderLayer(512, 8, batch_first=True), num_layers=6).eval()
+        >>> memory, tokens, cache = torch.rand(2, 100, 512), torch.rand(2, 20, 512), decoder.new_cache()
+        >>> steps = [decoder(token, memory, cache=cache) for token in tokens.split(1, dim=1)]
+        >>> torch.cat(steps, dim=1).shape
+        torch.Size([2, 20, 512])
+
+    Paper: `Attention Is All You Need <https://arxiv.org/abs/1706.03762>`_.
+    """
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        *,
+        cache: list[LayerCache] | None = None,
+    ) -> Tensor:
+        options: dict[str, Any] = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+            "tgt_is_causal": is_causal_mask(tgt_mask) if tgt_is_causal is None else tgt_is_causal,
+            "memory_is_causal": memory_is_causal,
+        }
+        x = tgt
+        for i, layer in enumerate(self.layers):
+            x = layer(x, memory, **options, **({} if cache is None else {"cache": cache[i]}))
+        return x if self.norm is None else self.norm(x)
+
+    def new_cache(self) -> list[LayerCache]:
+        """An empty cache for one batch of sequences."""
+        return [(KeyValueCache(), KeyValueCache()) for _ in self.layers]

@@ -1,0 +1,400 @@
+"""The Transformer's modules: torch's, layer by layer and as a whole."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_tensor
+from torch import Tensor, nn
+
+import myvision.nn as ours
+
+BATCH, SOURCE, TARGET, WIDTH, HEADS = 3, 7, 5, 8, 2
+NAMES = [
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoder",
+    "Transformer",
+]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+]
+
+
+def make(modules: Any, name: str, **options: Any) -> Any:
+    """Of torch.nn or of myvision.nn, small, without dropout."""
+    options = {"dim_feedforward": 16, "dropout": 0.0, "batch_first": True, **options}
+    if name == "Transformer":
+        return modules.Transformer(WIDTH, HEADS, 2, 2, **options)
+    if name.endswith("Layer"):
+        return getattr(modules, name)(WIDTH, HEADS, **options)
+    layer = getattr(modules, name + "Layer")(WIDTH, HEADS, **options)
+    return getattr(modules, name)(layer, 2, modules.LayerNorm(WIDTH))
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any]:
+    """Ours and torch's in float64, with the same parameters, all of which show in the result."""
+    theirs = make(nn, name, **options).double()
+    with torch.no_grad():
+        for i, parameter in enumerate(theirs.parameters()):
+            parameter.copy_(random_tensor(*parameter.shape, dtype=torch.float64, seed=i) / 3)
+    module = make(ours, name, **options).double()
+    module.load_state_dict(theirs.state_dict())
+    return module, theirs
+
+
+def inputs(name: str, batch_first: bool = True, batched: bool = True) -> tuple[Tensor, ...]:
+    lengths = [SOURCE] if "Encoder" in name else [TARGET, SOURCE] if "Decoder" in name else [SOURCE, TARGET]
+    tensors = [random_tensor(BATCH, length, WIDTH, dtype=torch.float64, seed=i) for i, length in enumerate(lengths)]
+    if not batched:
+        return tuple(tensor[0] for tensor in tensors)
+    return tuple(tensors if batch_first else [tensor.transpose(0, 1).contiguous() for tensor in tensors])
+
+
+def padding(length: int) -> Tensor:
+    return torch.arange(length) >= torch.tensor([length - 1, length, 2])[:, None]
+
+
+def causal(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def with_floats(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)
+
+
+def masks_of_encoder(name: str, convert: Callable[[Tensor], Tensor]) -> list[dict[str, Tensor]]:
+    prefix = "" if name == "TransformerEncoder" else "src_"
+    mask, hidden = {f"{prefix}mask": convert(causal(SOURCE))}, {"src_key_padding_mask": convert(padding(SOURCE))}
+    if name == "Transformer":  # what torch's encoder makes of padding depends on its mode
+        hidden["memory_key_padding_mask"] = hidden["src_key_padding_mask"]
+    some = random_tensor(SOURCE, SOURCE) > 0
+    some[:, 0] = False  # each token sees the first one: torch gives NaN elsewhere
+    other = {f"{prefix}mask": convert(some)}
+    return [mask, hidden, mask | hidden, other, other | hidden]
+
+
+def masks_of_decoder(convert: Callable[[Tensor], Tensor]) -> list[dict[str, Tensor]]:
+    mask, hidden = {"tgt_mask": convert(causal(TARGET))}, {"tgt_key_padding_mask": convert(padding(TARGET))}
+    memory = {"memory_mask": convert(torch.ones(TARGET, SOURCE, dtype=torch.bool).triu(2))}
+    memory_hidden = {"memory_key_padding_mask": convert(padding(SOURCE))}
+    of_heads = {"tgt_mask": convert(causal(TARGET).expand(BATCH * HEADS, -1, -1).clone())}
+    return [mask, hidden, memory, memory_hidden, mask | hidden, mask | hidden | memory | memory_hidden, of_heads]
+
+
+def all_masks(name: str, convert: Callable[[Tensor], Tensor]) -> list[dict[str, Tensor]]:
+    of_encoder = masks_of_encoder(name, convert) if "Decoder" not in name else []
+    of_decoder = masks_of_decoder(convert) if "Encoder" not in name else []
+    return [{}, *of_encoder, *of_decoder]
+
+
+def check_same(module: nn.Module, theirs: nn.Module, *given: Tensor, **masks: Any) -> None:
+    """In training, in evaluation (torch's fast path), without gradients; and the gradients."""
+    visible = ~masks["src_key_padding_mask"] if "src_key_padding_mask" in masks and len(given) == 1 else None
+    for training, needs_grad in itertools.product((True, False), repeat=2):
+        module.train(training), theirs.train(training)
+        with torch.set_grad_enabled(needs_grad):
+            actual, expected = module(*given, **masks), theirs(*given, **masks)
+        assert actual.shape == given[-1 if len(given) == 2 and isinstance(theirs, nn.Transformer) else 0].shape
+        if visible is not None and expected.shape == actual.shape and not training and not needs_grad:
+            actual, expected = actual[visible], expected[visible]  # torch's stack gives zeros for padding
+        if expected.shape == actual.shape:  # torch's stack may cut padding off
+            torch.testing.assert_close(actual, expected)
+    gradients = []
+    for network in (module, theirs):
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        gradients.append(torch.autograd.grad(network(*leaves, **masks).pow(2).sum(), [*leaves, *network.parameters()]))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_masks(name: str, norm_first: bool) -> None:
+    module, theirs = pair(name, norm_first=norm_first)
+    for masks in all_masks(name, lambda mask: mask):
+        check_same(module, theirs, *inputs(name), **masks)
+    if name != "Transformer":
+        for masks in all_masks(name, with_floats):
+            theirs.train()  # the fast path takes no floating masks
+            torch.testing.assert_close(module(*inputs(name), **masks), theirs(*inputs(name), **masks))
+
+
+VARIANTS = [
+    {},
+    {"bias": False},
+    {"activation": "gelu"},
+    {"activation": torch.tanh},
+    {"activation": nn.GELU()},
+    {"layer_norm_eps": 0.5, "norm_first": True},
+    {"norm_first": True, "bias": False, "activation": F.silu},
+]
+
+
+def described(options: dict[str, Any]) -> str:
+    """Without addresses, which differ from process to process."""
+    return " ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "default"
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=described)
+@pytest.mark.parametrize("name", NAMES)
+def test_constructors(name: str, options: dict[str, Any]) -> None:
+    module, theirs = pair(name, **options)
+    check_same(module, theirs, *inputs(name))
+    theirs.load_state_dict(module.state_dict(), strict=True)
+    assert isinstance(module, type(theirs))
+    assert repr(module) == repr(theirs)
+
+
+@pytest.mark.parametrize(("batch_first", "batched"), [(False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts(name: str, batch_first: bool, batched: bool) -> None:
+    for norm_first in (False, True):
+        module, theirs = pair(name, batch_first=batch_first, norm_first=norm_first)
+        given = inputs(name, batch_first, batched)
+        check_same(module, theirs, *given)
+        if "Encoder" not in name:
+            check_same(module, theirs, *given, tgt_mask=causal(TARGET), tgt_is_causal=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_gives_the_same_parameters(name: str) -> None:
+    torch.manual_seed(1)
+    module = make(ours, name)
+    torch.manual_seed(1)
+    torch.testing.assert_close(dict(module.state_dict()), dict(make(nn, name).state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["TransformerEncoder", "Transformer"])
+def test_padding_is_not_cut_off(name: str) -> None:
+    module = make(ours, name).eval()
+    hidden = torch.zeros(BATCH, SOURCE, dtype=torch.bool)
+    hidden[:, 4:] = True  # in all rows: torch's stack may return 4 tokens
+    given = [tensor.float() for tensor in inputs(name)]
+    with torch.no_grad():
+        output = module(*given, src_key_padding_mask=hidden)
+    assert output.shape == given[-1].shape
+    torch.testing.assert_close(output, module.train()(*given, src_key_padding_mask=hidden))
+
+
+@pytest.mark.parametrize("hint", [None, False, True])
+def test_hints(hint: bool | None) -> None:
+    for convert in (with_floats, lambda mask: mask):
+        module, theirs = pair("Transformer")
+        masks = {"src_mask": convert(causal(SOURCE)), "tgt_mask": convert(causal(TARGET))}
+        check_same(module, theirs, *inputs("Transformer"), src_is_causal=hint, tgt_is_causal=hint, **masks)
+    module, theirs = pair("TransformerDecoder")
+    memory_mask = torch.ones(TARGET, SOURCE, dtype=torch.bool).triu(1)
+    check_same(module, theirs, *inputs("TransformerDecoder"), memory_mask=memory_mask, memory_is_causal=True)
+
+
+def test_causal_masks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make(ours, "TransformerEncoder").double()
+    hints = []
+    module.layers[0].forward = lambda x, src_mask, src_key_padding_mask, is_causal: hints.append(is_causal) or x
+    x = inputs("TransformerEncoder")[0]
+    learnt = with_floats(causal(SOURCE)).requires_grad_()
+    for mask in (causal(SOURCE), with_floats(causal(SOURCE)), causal(SOURCE).roll(1, 0), learnt, None):
+        module(x, mask)
+    assert hints == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_masks_raise(name: str) -> None:
+    module = make(ours, name)
+    given = [tensor.float() for tensor in inputs(name)]
+    wrong: list[dict[str, Any]] = []
+    if "Decoder" not in name:
+        key, hint = ("mask", "is_causal") if name == "TransformerEncoder" else ("src_mask", "src_is_causal")
+        hint = hint if name == "Transformer" else "is_causal"
+        wrong += [{key: causal(SOURCE + 1)}, {key: causal(SOURCE + 1), hint: True}, {hint: True}]
+        wrong += [{"src_key_padding_mask": padding(SOURCE - 1)}]
+    if "Encoder" not in name:
+        wrong += [{"tgt_mask": causal(TARGET - 1)}, {"tgt_mask": causal(TARGET - 1), "tgt_is_causal": True}]
+        wrong += [{"memory_mask": causal(TARGET)}, {"memory_mask": causal(TARGET), "memory_is_causal": True}]
+        wrong += [{"tgt_is_causal": True}, {"memory_key_padding_mask": padding(SOURCE).T}]
+    for masks, training in itertools.product(wrong, (True, False)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"must have shape|is_causal is a hint"):
+            module.train(training)(*given, **masks)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
+def test_dropout(name: str, norm_first: bool) -> None:
+    """With all dropped after the blocks only the residual is left; probabilities are those of the submodules."""
+    module = make(ours, name, norm_first=norm_first, dropout=1.0)
+    given = [tensor.float() for tensor in inputs(name)]
+    expected = given[0]
+    if not norm_first:
+        for _ in range(2 if "Encoder" in name else 3):
+            expected = F.layer_norm(expected, (WIDTH,))
+    torch.testing.assert_close(module(*given), expected)
+    module.dropout1 = module.dropout2 = module.dropout3 = nn.Identity()
+    module.dropout.p = module.self_attn.dropout = 0.0
+    if "Decoder" in name:
+        module.multihead_attn.dropout = 0.0
+    without = make(ours, name, norm_first=norm_first)
+    without.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(*given), without(*given))
+    without.dropout1.p = 0.5
+    torch.manual_seed(3)
+    first = without(*given)
+    assert not torch.equal(first, module(*given))
+    torch.manual_seed(3)
+    assert torch.equal(without(*given), first)
+    assert torch.equal(without.eval()(*given), without(*given))
+
+
+@pytest.mark.parametrize("hooked", [["self_attn", "linear2"], ["norm1", "norm2"], ["dropout1", "dropout2"]])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_hooks_and_replaced_modules(norm_first: bool, hooked: list[str]) -> None:
+    module, theirs = pair("TransformerEncoderLayer", norm_first=norm_first)
+    x = inputs("TransformerEncoderLayer")[0]
+    seen: dict[Any, list[Tensor]] = {module: [], theirs: []}
+    for layer in seen:
+        for name in hooked:
+            layer.get_submodule(name).register_forward_hook(
+                lambda _, args, output, layer=layer: seen[layer].append(
+                    output if isinstance(output, Tensor) else output[0]
+                )
+            )
+        layer(x)
+    assert len(seen[module]) == 2
+    torch.testing.assert_close(seen[module], seen[theirs])
+    for replaced in (nn.RMSNorm(WIDTH).double(), ours.LayerNorm(WIDTH, activation="relu").double(), nn.Identity()):
+        module, theirs = pair("TransformerEncoderLayer", norm_first=norm_first)
+        plain = nn.Sequential(nn.LayerNorm(WIDTH).double(), nn.ReLU())
+        module.norm1 = module.norm2 = replaced
+        theirs.norm1 = theirs.norm2 = plain if isinstance(replaced, ours.LayerNorm) else replaced
+        torch.testing.assert_close(module(x), theirs(x))
+
+
+def test_layers_of_one_package_in_the_stack_of_the_other() -> None:
+    hidden = padding(SOURCE)
+    x = inputs("TransformerEncoder")[0]
+    module, theirs = pair("TransformerEncoderLayer")
+    mixed = [nn.TransformerEncoder(module, 2), ours.TransformerEncoder(theirs, 2)]
+    expected = ours.TransformerEncoder(module, 2)
+    for stack in mixed:
+        for training in (True, False):
+            with torch.no_grad():
+                output = stack.train(training)(x, src_key_padding_mask=hidden)
+            torch.testing.assert_close(output, expected(x, src_key_padding_mask=hidden))
+    module, theirs = pair("TransformerDecoderLayer")
+    given = inputs("TransformerDecoder")
+    expected = ours.TransformerDecoder(module, 2)(*given, tgt_mask=causal(TARGET))
+    for stack in (nn.TransformerDecoder(module, 2), ours.TransformerDecoder(theirs, 2)):
+        torch.testing.assert_close(stack(*given, tgt_mask=causal(TARGET)), expected)
+
+
+def test_custom_encoder_and_decoder() -> None:
+    encoder, decoder = make(ours, "TransformerEncoder"), make(nn, "TransformerDecoder")
+    module = ours.Transformer(WIDTH, HEADS, custom_encoder=encoder, custom_decoder=decoder, batch_first=True)
+    assert module.encoder is encoder
+    assert module.decoder is decoder
+    source, target = (tensor.float() for tensor in inputs("Transformer"))
+    torch.testing.assert_close(module(source, target), decoder(target, encoder(source)))
+
+
+def test_an_encoder_of_ours_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(ours, "TransformerEncoder", norm_first=True)
+        make(ours, "Transformer")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_copies(name: str) -> None:
+    module = make(ours, name, activation=F.gelu).eval()
+    given = [tensor.float() for tensor in inputs(name)]
+    expected = module(*given)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(copied(*given), expected)
+    if name in ("TransformerEncoder", "TransformerDecoder"):
+        assert len({id(layer) for layer in module.layers}) == 2
+        assert len({parameter.data_ptr() for parameter in module.parameters()}) == len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs(name: str, norm_first: bool) -> None:
+    module = make(ours, name, norm_first=norm_first)
+    given = tuple(tensor.float() for tensor in inputs(name))
+    masks = all_masks(name, lambda mask: mask)[-2]
+    for training in (True, False):
+        expected = module.train(training)(*given, **masks)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*given, **masks), expected)
+    exported = torch.export.export(module, given, masks)
+    torch.testing.assert_close(exported.module()(*given, **masks), expected)
+    targets = [str(node.target) for node in exported.graph.nodes]
+    count = {"TransformerEncoderLayer": 1, "TransformerDecoder": 4, "Transformer": 6}.get(name, 2)
+    assert sum("myvision.attention" in target for target in targets) == count
+    assert sum("add_layer_norm" in target for target in targets) >= count
+
+
+def test_one_graph_for_all_lengths() -> None:
+    module = make(ours, "TransformerEncoderLayer").eval()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(module, fullgraph=True, backend=backend, dynamic=True)
+    for length in (4, 9, 17):
+        x, mask = random_tensor(BATCH, length, WIDTH), causal(length)
+        torch.testing.assert_close(compiled(x, mask, is_causal=True), module(x, mask, is_causal=True))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_types_and_autocast(dtype: torch.dtype) -> None:
+    module, theirs = pair("Transformer", norm_first=True)
+    given = inputs("Transformer")
+    masks = {"tgt_mask": causal(TARGET), "src_key_padding_mask": padding(SOURCE)}
+    oracle = theirs(*given, **masks)
+    output = copy.deepcopy(module).to(dtype)(*(tensor.to(dtype) for tensor in given), **masks)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), oracle, rtol=0.05, atol=0.05)
+    network = copy.deepcopy(module).float()
+    with torch.autocast("cpu", dtype):
+        output = network(*(tensor.float() for tensor in given), **masks)
+    torch.testing.assert_close(output.double(), oracle, rtol=0.05, atol=0.05)
+    output.float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meta(name: str) -> None:
+    module = make(ours, name, device="meta") if name != "TransformerEncoder" else make(ours, name).to("meta")
+    if name == "TransformerDecoder":
+        module = module.to("meta")
+    given = [torch.empty_like(tensor, dtype=torch.float32, device="meta") for tensor in inputs(name)]
+    assert module(*given).shape == (given[1] if name == "Transformer" else given[0]).shape
+    assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    double = make(ours, name, dtype=torch.float64) if name in ("Transformer", "TransformerEncoderLayer") else module
+    assert double is module or {parameter.dtype for parameter in double.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_cache(batch_first: bool, norm_first: bool) -> None:
+    module, _ = pair("TransformerDecoder", batch_first=batch_first, norm_first=norm_first)
+    module.eval()
+    tokens, memory = inputs("TransformerDecoder", batch_first)
+    hidden = {"memory_key_padding_mask": padding(SOURCE)}
+    expected = module(tokens, memory, tgt_mask=causal(TARGET), **hidden)
+    cache, length = module.new_cache(), 1 if batch_first else 0
+    steps = [module(step, memory, cache=cache, **hidden) for step in tokens.split([2, 1, 2], dim=length)]
+    torch.testing.assert_close(torch.cat(steps, dim=length), expected)
