@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 import torch.nn.functional as F
 
 from myvision.ops import deform_conv2d
 
-from .harness import OURS, Bar, Case, Function, Limits, Result, Settings, TimeCase, can_measure_memory, extra_memory
+from .harness import OURS, Bar, Case, Function, MemoryCase, Settings, TimeCase, can_measure_memory
 
 try:
     from torchvision.ops import deform_conv2d as torchvision_deform_conv2d
@@ -102,7 +100,10 @@ def cases(settings: Settings) -> Iterator[Case]:
             short = str(dtype).removeprefix("torch.")
             yield TimeCase(HALF, f"{name}, {short}", half.beside_float32, half.shape.flops, half.moved_bytes)
     if can_measure_memory(settings.device):
-        yield MemoryCase(QUICK_SHAPE if settings.quick else MEMORY_SHAPE)
+        large, small = (
+            Problem(shape, settings.device) for shape in (QUICK_SHAPE if settings.quick else MEMORY_SHAPE, QUICK_SHAPE)
+        )
+        yield MemoryCase(MEMORY, str(large.shape), large.forward_without_gradients, small.forward_without_gradients)
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ class Problem:
             functions[TORCHVISION] = partial(torchvision_deform_conv2d, *arguments)
         return functions
 
+    def forward_without_gradients(self) -> dict[str, Function]:
+        return {name: torch.no_grad()(function) for name, function in self.forward().items()}
+
     def forward_backward(self) -> dict[str, Function]:
         tensors = tuple(tensor.requires_grad_() for tensor in self.tensors())
         input, _, weight, bias, _ = tensors
@@ -170,34 +174,3 @@ class Problem:
 
 def _run_backward(function: Function, leaves: tuple[torch.Tensor, ...], grad_output: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(function(), leaves, grad_output)[0]
-
-
-@dataclass(frozen=True)
-class MemoryCase:
-    """Memory that a forward pass takes beyond its inputs and its output, each function in a process of its own."""
-
-    shape: Shape
-    group: str = MEMORY
-
-    @property
-    def name(self) -> str:
-        return str(self.shape)
-
-    def measure(self, settings: Settings, limits: Limits) -> Result:
-        names = [OURS, CONV2D] + ([TORCHVISION] if torchvision_deform_conv2d is not None else [])
-        return Result(self.group, self.name, "MB", {name: self._megabytes(name, settings.device) for name in names})
-
-    def _megabytes(self, name: str, device: torch.device) -> float:
-        if device.type == "cuda":
-            return extra_megabytes(name, self.shape, device, torch.get_num_threads())
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-            job = fresh_process.submit(extra_megabytes, name, self.shape, device, torch.get_num_threads())
-            return job.result()
-
-
-def extra_megabytes(name: str, shape: Shape, device: torch.device, threads: int) -> float:
-    """The figure of one function, after a small call that loads and allocates what is needed once."""
-    torch.set_num_threads(threads)
-    with torch.no_grad():
-        Problem(QUICK_SHAPE, device).forward()[name]()
-        return extra_memory(Problem(shape, device).forward()[name], device) / 1e6

@@ -9,9 +9,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ COMPILED = "torch.compile"
 BATCH_SECONDS = 0.3
 LIMIT_TRIES = 30
 
-Function = Callable[[], torch.Tensor]
+Function = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 def beside_torch(ours: Callable[..., Any], plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -138,6 +139,37 @@ class TimeCase:
             dropped_batches=timing.dropped_batches,
             noisy=timing.noisy,
         )
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """Memory that a call takes beyond its inputs and its results, each function in a process of its own.
+
+    `prepare` is as for `TimeCase`; `warm_up` prepares a small call, which loads and allocates what is needed once.
+    """
+
+    group: str
+    name: str
+    prepare: Callable[[], Mapping[str, Function]]
+    warm_up: Callable[[], Mapping[str, Function]]
+
+    def measure(self, settings: Settings, limits: Limits) -> Result:
+        return Result(
+            self.group, self.name, "MB", {name: self._megabytes(name, settings.device) for name in self.warm_up()}
+        )
+
+    def _megabytes(self, name: str, device: torch.device) -> float:
+        if device.type == "cuda":
+            return extra_megabytes(self, name, device, torch.get_num_threads())
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
+            return fresh_process.submit(extra_megabytes, self, name, device, torch.get_num_threads()).result()
+
+
+def extra_megabytes(case: MemoryCase, name: str, device: torch.device, threads: int) -> float:
+    """The figure of one function."""
+    torch.set_num_threads(threads)
+    case.warm_up()[name]()
+    return extra_memory(case.prepare()[name], device) / 1e6
 
 
 @dataclass
@@ -275,15 +307,16 @@ def can_measure_memory(device: torch.device) -> bool:
     return device.type == "cuda" or Path("/proc/self/clear_refs").exists()
 
 
-def extra_memory(function: Callable[[], torch.Tensor], device: torch.device) -> int:
-    """Peak bytes of one call beyond its result, a page at least; on the CPU of the whole process: use a fresh one."""
+def extra_memory(function: Function, device: torch.device) -> int:
+    """Peak bytes of one call beyond its results, a page at least; on the CPU of the whole process: use a fresh one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         Path("/proc/self/clear_refs").write_text("5")
     before = _peak_memory(device)
-    output = function()
-    return max(_peak_memory(device) - before - output.nbytes, PAGE)
+    results = function()
+    returned = sum(tensor.nbytes for tensor in (results if isinstance(results, tuple) else (results,)))
+    return max(_peak_memory(device) - before - returned, PAGE)
 
 
 def _peak_memory(device: torch.device) -> int:

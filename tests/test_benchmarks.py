@@ -47,6 +47,12 @@ def test_every_case_of_deform_conv2d_runs(tmp_path: Path) -> None:
     assert len({row.group for row in rows}) == (4 if harness.can_measure_memory(CPU) else 3)
 
 
+def test_every_case_of_attention_runs(tmp_path: Path) -> None:
+    assert main(["--quick", "--ops", "attention", "--out", str(tmp_path)]) == 0
+    rows = report.load_json(tmp_path / "results.json")
+    assert len({row.group for row in rows}) == (9 if harness.can_measure_memory(CPU) else 8)
+
+
 def test_filter_that_matches_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--filter", "no such case"]) == 1
     assert "no case matches 'no such case'" in capsys.readouterr().out
@@ -68,7 +74,14 @@ def test_bad_options_are_usage_errors(option: list[str], reason: str, capsys: py
 
 
 def test_each_operator_has_a_benchmark() -> None:
-    assert operators() == ["batch_norm", "deform_conv2d", "layer_norm", "my_add"]  # those of the other norms are there
+    assert operators() == [
+        "attention",
+        "batch_norm",
+        "deform_conv2d",
+        "layer_norm",
+        "my_add",
+        "transformer",
+    ]  # those of the other norms are there
 
 
 def test_functions_take_turns() -> None:
