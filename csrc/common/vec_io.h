@@ -10,6 +10,8 @@
 #include <tuple>
 #include <type_traits>
 
+#include "common/dtype.h"
+
 namespace myvision::CPU_CAPABILITY {
 
 template <typename T>
@@ -36,6 +38,21 @@ struct HalfVec {
 // The type computed in: half types in float.
 template <typename In>
 using Compute = std::conditional_t<std::is_same_v<In, double>, double, float>;
+
+// Calls f with a null pointer to the floating element type.
+template <typename F>
+inline void with_type(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::Float64:
+      return f(static_cast<double*>(nullptr));
+    case Dtype::Float16:
+      return f(static_cast<c10::Half*>(nullptr));
+    case Dtype::BFloat16:
+      return f(static_cast<c10::BFloat16*>(nullptr));
+    default:
+      return f(static_cast<float*>(nullptr));
+  }
+}
 
 template <typename T, typename In>
 inline Vec<T> load(const In* from) {

@@ -147,19 +147,4 @@ inline void add_bad_rows(GemmLeft<T> a, Rows<S> b, int64_t rows, int64_t depth, 
   }
 }
 
-// Calls f with a null pointer to the element type.
-template <typename F>
-inline void with_type(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::Float64:
-      return f(static_cast<double*>(nullptr));
-    case Dtype::Float16:
-      return f(static_cast<c10::Half*>(nullptr));
-    case Dtype::BFloat16:
-      return f(static_cast<c10::BFloat16*>(nullptr));
-    default:
-      return f(static_cast<float*>(nullptr));
-  }
-}
-
 }  // namespace myvision::CPU_CAPABILITY

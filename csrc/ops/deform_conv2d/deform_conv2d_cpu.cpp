@@ -550,21 +550,6 @@ struct Backward : Common<In, T> {
   }
 };
 
-// Calls f with a null pointer to the element type.
-template <typename F>
-void with_type(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::Float64:
-      return f(static_cast<double*>(nullptr));
-    case Dtype::Float16:
-      return f(static_cast<c10::Half*>(nullptr));
-    case Dtype::BFloat16:
-      return f(static_cast<c10::BFloat16*>(nullptr));
-    default:
-      return f(static_cast<float*>(nullptr));
-  }
-}
-
 }  // namespace
 
 void deform_conv2d_forward(const DeformConv2dParams& params) {

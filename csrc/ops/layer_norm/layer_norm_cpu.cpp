@@ -311,21 +311,6 @@ class Backward : Rows<S, View> {
   void (*undo_activation_)(RowConstants<T>, Statistics<T>, const S*, const S*, const S*, T*) = nullptr;
 };
 
-// Calls f with a null pointer to the element type.
-template <typename F>
-void with_type(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case Dtype::Float64:
-      return f(static_cast<double*>(nullptr));
-    case Dtype::Float16:
-      return f(static_cast<c10::Half*>(nullptr));
-    case Dtype::BFloat16:
-      return f(static_cast<c10::BFloat16*>(nullptr));
-    default:
-      return f(static_cast<float*>(nullptr));
-  }
-}
-
 // Whether the rows of all tensors that are given lie along memory.
 template <typename... Tensors>
 bool lie_along(const Tensors&... tensors) {
