@@ -207,7 +207,9 @@ CASES = [
     PLAIN.but(key_heads=2),
     PLAIN.but(key_heads=1, is_causal=True),
     PLAIN.but(width=13, value_width=7),
-    PLAIN.but(width=5, value_width=40),
+    PLAIN.but(width=5, value_width=12),  # so many panels that differ, with rows as far apart
+    PLAIN.but(width=20, value_width=40),
+    PLAIN.but(width=40, value_width=20),
     PLAIN.but(mask="bool"),
     PLAIN.but(mask="bool", mask_shape="bk"),
     PLAIN.but(mask="bool", mask_shape="BHqk", is_causal=True, window=(9, None)),

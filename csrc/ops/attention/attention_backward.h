@@ -187,7 +187,7 @@ class Backward {
     if (grad_.value.data) {
       const GemmLeft<T> weights{own.pair.weights + at, pitch, 1};
       T* const to = keys.grad_value + skipped * value_pitch_;
-      add_product(weights, query.gradient_rows + lane * value_pitch_, value_pitch_, count, n, to);
+      add_product(weights, query.gradient_rows + lane * value_pitch_, value_pitch_, p.value_width, count, n, to);
       if (*query.is_gradient_bad)
         add_bad_rows(weights, query_rows<const S>(grad_.output, head).from(q + lane), count, n, p.value_width, to,
                      value_pitch_, is_seen_by);
@@ -195,7 +195,7 @@ class Backward {
     if (grad_.key.data) {
       const GemmLeft<T> gradients{own.pair.gradients + at, pitch, 1};
       T* const to = keys.grad_key + skipped * width_pitch_;
-      add_product(gradients, query.rows + lane * width_pitch_, width_pitch_, count, n, to);
+      add_product(gradients, query.rows + lane * width_pitch_, width_pitch_, p.width, count, n, to);
       if (*query.is_bad)
         add_bad_rows(gradients, query_rows<const S>(p.query, head).from(q + lane), count, n, p.width, to, width_pitch_,
                      is_seen_by);
@@ -203,7 +203,7 @@ class Backward {
     if (grad_.query.data) {
       const GemmLeft<T> gradients{own.pair.gradients + at, 1, pitch};
       T* const to = sums + lane * width_pitch_;
-      add_product(gradients, own.key_rows + skipped * width_pitch_, width_pitch_, n, count, to);
+      add_product(gradients, own.key_rows + skipped * width_pitch_, width_pitch_, p.width, n, count, to);
       if (keys.is_bad)
         add_bad_rows(gradients, key_rows<const S>(p.key, head).from(seen.first), n, count, p.width, to, width_pitch_,
                      sees);
@@ -211,9 +211,8 @@ class Backward {
   }
 
   // to += a x rows; the last two have the same pitch.
-  void add_product(GemmLeft<T> a, const T* rows, int64_t pitch, int64_t n, int64_t depth, T* to) const {
-    const int64_t columns = round_up(pitch == width_pitch_ ? p.width : p.value_width, kLanes);
-    for (int64_t e = 0; e < columns; e += kLanes) gemm_panel<T>(a, {rows + e, pitch}, n, depth, to + e, pitch, true);
+  static void add_product(GemmLeft<T> a, const T* rows, int64_t pitch, int64_t width, int64_t n, int64_t depth, T* to) {
+    for (int64_t e = 0; e < width; e += kLanes) gemm_panel<T>(a, {rows + e, pitch}, n, depth, to + e, pitch, true);
   }
 
   void add_cuts(const Head& head, int64_t tile, int64_t slot) const {
