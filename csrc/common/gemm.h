@@ -70,9 +70,10 @@ inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_
 
 #if defined(CPU_CAPABILITY_AVX2) && defined(__GNUC__) && defined(__x86_64__)
 // The full 6 x 16 tile of floats by hand. With 16 registers nothing is left over, and compilers spill or re-address the
-// left operand, which costs up to a third on some CPUs. Three rows of A share a base register.
+// left operand, which costs up to a third on some CPUs. Three rows of A share a base register. Four steps a turn: the
+// end of a loop of few turns is foreseen, and the next tile begins while this one ends. Which it only does inlined.
 // clang-format off
-#define MYVISION_TILE_STEP(base, r0, r1, r2, r3, r4, r5)   \
+#define MYVISION_TILE_THREE(base, r0, r1, r2, r3, r4, r5)  \
   "vbroadcastss (%[" base "]), %%ymm14\n"                  \
   "vbroadcastss (%[" base "], %[row]), %%ymm15\n"          \
   "vfmadd231ps %%ymm14, %%ymm12, %%ymm" r0 "\n"            \
@@ -83,6 +84,10 @@ inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_
   "vfmadd231ps %%ymm14, %%ymm12, %%ymm" r4 "\n"            \
   "vfmadd231ps %%ymm14, %%ymm13, %%ymm" r5 "\n"            \
   "add %[a_step], %[" base "]\n"
+#define MYVISION_TILE_STEP                                                           \
+  "vmovups (%[b]), %%ymm12\n vmovups 32(%[b]), %%ymm13\n add %[b_step], %[b]\n"      \
+  MYVISION_TILE_THREE("top", "0", "1", "2", "3", "4", "5")                           \
+  MYVISION_TILE_THREE("bottom", "6", "7", "8", "9", "10", "11")
 #define MYVISION_TILE_ADD(base, r0, r1, r2, r3, r4, r5)                 \
   "vaddps (%[" base "]), %%ymm" r0 ", %%ymm" r0 "\n"                    \
   "vaddps 32(%[" base "]), %%ymm" r1 ", %%ymm" r1 "\n"                  \
@@ -100,28 +105,31 @@ inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_
 // clang-format on
 #define MYVISION_TILE_ZERO(r) "vxorps %%xmm" r ", %%xmm" r ", %%xmm" r "\n"
 template <>
-inline void gemm_tile<float, 6>(GemmLeft<float> a, GemmRight<float> b, int64_t depth, float* c, int64_t ldc,
-                                bool accumulate) {
+[[gnu::always_inline]] inline void gemm_tile<float, 6>(GemmLeft<float> a, GemmRight<float> b, int64_t depth, float* c,
+                                                       int64_t ldc, bool accumulate) {
   const float *top = a.data, *bottom = top + 3 * a.row;
   int64_t row = a.row * sizeof(float);
   asm volatile(
       MYVISION_TILE_ZERO("0") MYVISION_TILE_ZERO("1") MYVISION_TILE_ZERO("2") MYVISION_TILE_ZERO("3")
       MYVISION_TILE_ZERO("4") MYVISION_TILE_ZERO("5") MYVISION_TILE_ZERO("6") MYVISION_TILE_ZERO("7")
       MYVISION_TILE_ZERO("8") MYVISION_TILE_ZERO("9") MYVISION_TILE_ZERO("10") MYVISION_TILE_ZERO("11")
-      "test %[depth], %[depth]\n jle 2f\n"
+      "sub $4, %[depth]\n jl 2f\n"
       ".p2align 5\n"
       "1:\n"
-      "vmovups (%[b]), %%ymm12\n vmovups 32(%[b]), %%ymm13\n add %[b_step], %[b]\n"
-      MYVISION_TILE_STEP("top", "0", "1", "2", "3", "4", "5")
-      MYVISION_TILE_STEP("bottom", "6", "7", "8", "9", "10", "11")
-      "dec %[depth]\n jnz 1b\n"
+      MYVISION_TILE_STEP MYVISION_TILE_STEP MYVISION_TILE_STEP MYVISION_TILE_STEP
+      "sub $4, %[depth]\n jge 1b\n"
       "2:\n"
+      "add $4, %[depth]\n jle 4f\n"
+      "3:\n"
+      MYVISION_TILE_STEP
+      "dec %[depth]\n jnz 3b\n"
+      "4:\n"
       "mov %[ldc], %[row]\n lea (%[row], %[row], 2), %[bottom]\n"
       "mov %[c], %[top]\n add %[c], %[bottom]\n"
-      "test %[accumulate], %[accumulate]\n jz 3f\n"
+      "test %[accumulate], %[accumulate]\n jz 5f\n"
       MYVISION_TILE_ADD("top", "0", "1", "2", "3", "4", "5")
       MYVISION_TILE_ADD("bottom", "6", "7", "8", "9", "10", "11")
-      "3:\n"
+      "5:\n"
       MYVISION_TILE_STORE("top", "0", "1", "2", "3", "4", "5")
       MYVISION_TILE_STORE("bottom", "6", "7", "8", "9", "10", "11")
       : [top] "+r"(top), [bottom] "+r"(bottom), [b] "+r"(b.data), [depth] "+r"(depth), [row] "+r"(row)
@@ -130,6 +138,7 @@ inline void gemm_tile<float, 6>(GemmLeft<float> a, GemmRight<float> b, int64_t d
       : "cc", "memory", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
         "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
 }
+#undef MYVISION_TILE_THREE
 #undef MYVISION_TILE_STEP
 #undef MYVISION_TILE_ADD
 #undef MYVISION_TILE_STORE
@@ -141,7 +150,7 @@ namespace detail {
 template <typename T>
 using TileFunction = void (*)(GemmLeft<T>, GemmRight<T>, int64_t, T*, int64_t, bool);
 
-// gemm_tile of 1 ... kRows rows
+// gemm_tile of 1 ... sizeof...(I) rows
 template <typename T, int... I>
 inline TileFunction<T> tile_of_rows(int64_t rows, std::integer_sequence<int, I...>) {
   static constexpr TileFunction<T> tiles[] = {gemm_tile<T, I + 1>...};
@@ -163,7 +172,10 @@ inline void gemm_panel(GemmLeft<T> a, GemmRight<T> b, int64_t rows, int64_t dept
     const int64_t strip = left >= 2 * kRows ? kRows : left > kRows ? (left + 1) / 2 : left;
     for (int64_t i = 0; i < fetch_per_row * strip; ++i, ahead += b.step)
       for (int64_t line = 0; line < GemmTile<T>::kCols; line += kLine) __builtin_prefetch(ahead + line, 0, 2);
-    detail::tile_of_rows<T>(strip, std::make_integer_sequence<int, kRows>())(a, b, depth, c, ldc, accumulate);
+    if (strip == kRows)
+      gemm_tile<T, kRows>(a, b, depth, c, ldc, accumulate);
+    else
+      detail::tile_of_rows<T>(strip, std::make_integer_sequence<int, kRows - 1>())(a, b, depth, c, ldc, accumulate);
     a.data += strip * a.row;
     c += strip * ldc;
     done += strip;
