@@ -12,12 +12,13 @@ typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
 
 const int flops_per_iteration = 2 * CHAINS * (int)(sizeof(Vector) / sizeof(float));
 
-// Returns a value that depends on every chain, so that none is optimised away.
-float run_fma_chains(long iterations) {
+// Returns a value that depends on every chain, so that none is optimised away; nor is one found to be constant, since
+// the compiler knows neither number.
+float run_fma_chains(long iterations, float multiplier, float step) {
   Vector factor, addend, sum[CHAINS];
   for (int lane = 0; lane < (int)(sizeof(Vector) / sizeof(float)); ++lane) {
-    factor[lane] = 0.5f;
-    addend[lane] = (float)lane;
+    factor[lane] = multiplier;
+    addend[lane] = step * (float)lane;
   }
   for (int chain = 0; chain < CHAINS; ++chain) sum[chain] = addend * (float)chain;
   for (long i = 0; i < iterations; ++i) {

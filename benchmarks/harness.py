@@ -266,7 +266,7 @@ def _sgemm_peak(device: torch.device, size: int) -> float:
     return 2 * size**3 / min(_seconds_a_call(lambda: a @ a, 1, device) for _ in range(LIMIT_TRIES))
 
 
-def _fma_peak(threads: int, iterations: int = 1_000_000) -> float | None:
+def _fma_peak(threads: int, iterations: int = 4_000_000) -> float | None:
     """FLOP/s of a small C probe on every thread at once, None without a C compiler that takes it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         library = Path(directory, "fma_peak.so")
@@ -286,7 +286,7 @@ def _fma_peak(threads: int, iterations: int = 1_000_000) -> float | None:
             probe = ctypes.CDLL(str(library))
         except (OSError, subprocess.CalledProcessError):
             return None
-    probe.run_fma_chains.argtypes = [ctypes.c_long]
+    probe.run_fma_chains.argtypes = [ctypes.c_long, ctypes.c_float, ctypes.c_float]
     probe.run_fma_chains.restype = ctypes.c_float
     flops = threads * iterations * ctypes.c_int.in_dll(probe, "flops_per_iteration").value
     with ThreadPoolExecutor(threads) as pool:
@@ -295,7 +295,7 @@ def _fma_peak(threads: int, iterations: int = 1_000_000) -> float | None:
 
 def _seconds_of_round(pool: ThreadPoolExecutor, probe: ctypes.CDLL, threads: int, iterations: int) -> float:
     start = time.perf_counter()
-    list(pool.map(probe.run_fma_chains, [iterations] * threads))
+    list(pool.map(lambda _: probe.run_fma_chains(iterations, 0.5, 1.0), range(threads)))
     return time.perf_counter() - start
 
 
