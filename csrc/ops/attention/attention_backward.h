@@ -1,13 +1,17 @@
 // attention's backward pass on the CPU. Compiled once per instruction set.
 //
-// A tile of keys meets the tiles of queries that see it: of their probabilities P and gradients of scores dS,
-//   grad value += P^T x grad output,  grad key += dS^T x query,  grad query += dS x key.
+// A tile of keys meets the tiles of queries that see it: of their probabilities P and gradients of scores dS, both as
+// [key][query],
+//   grad value += P x grad output,  grad key += dS x query,  grad query^T += key^T x dS,
+// the last panel by panel of queries, and the others for runs of keys that the same panels see.
 // A unit, all heads that share a key head, is cut into several tasks where there are few units: tile k of the keys
 // belongs to cut k % cuts. Each cut has sums of its own for the queries, which are added up in order.
 #pragma once
 #include "ops/attention/attention_pairs.h"
 
 namespace myvision::CPU_CAPABILITY {
+
+inline constexpr int64_t kKeyChunk = 24;  // what panels see is rounded to so many keys: whole strips of a product
 
 template <typename S, typename T = Compute<S>>
 class Backward {
@@ -72,7 +76,7 @@ class Backward {
     carve_scratch(count);
     return count.used;
   }
-  int64_t sums_size() const { return pairs_.queries.count * pairs_.queries.size * width_pitch_; }
+  int64_t sums_size() const { return pairs_.queries.count * pairs_.queries.size * p.width; }
 
   Scratch scratch(int64_t worker) const {
     Carver<T> memory{scratches_.template as<T>() + worker * scratch_size_};
@@ -86,6 +90,7 @@ class Backward {
     result.is_gradient_bad = result.is_bad + 1;
     return result;
   }
+  // Of gradients of queries, as columns of panels.
   T* query_sums(int64_t slot, int64_t cut) const { return sums_.template as<T>() + (slot * cuts_ + cut) * sums_size(); }
 
   // ---- work
@@ -114,18 +119,13 @@ class Backward {
       std::fill_n(sums, sums_size(), T(0));
       for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_)
         add_keys(head, tile, slot, keys_in_work(head, tile, own), sums, own);
-      if (cuts_ == 1)
-        store(sums, width_pitch_, head.sequence.queries, p.width, p.scale, grad_.query,
-              query_rows<S>(grad_.query, head));
+      if (cuts_ == 1) store_queries(head, 0, head.sequence.queries, sums);
     }
     const Head head(p, b, first_head);
     for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_) {
       const Keys keys = keys_in_work(head, tile, own);
-      const int64_t n = keys.range.last - keys.range.first;
-      store(keys.grad_key, width_pitch_, n, p.width, p.scale, grad_.key,
-            key_rows<S>(grad_.key, head).from(keys.range.first));
-      store(keys.grad_value, value_pitch_, n, p.value_width, 1, grad_.value,
-            key_rows<S>(grad_.value, head).from(keys.range.first));
+      store_keys(head, keys.range, keys.grad_key, width_pitch_, p.width, p.scale, grad_.key);
+      store_keys(head, keys.range, keys.grad_value, value_pitch_, p.value_width, 1, grad_.value);
     }
   }
 
@@ -135,12 +135,23 @@ class Backward {
             own.grad_value + first * value_pitch_};
   }
 
-  static void store(T* sums, int64_t pitch, int64_t n, int64_t width, double factor, const Strided4& tensor,
-                    Rows<S> to) {
-    if (!tensor.data) return;
-    if (factor != 1)
-      for (int64_t i = 0; i < n; ++i) scale_row(sums + i * pitch, width, static_cast<T>(factor));
-    unpack_rows(sums, pitch, n, width, to);
+  void store_keys(const Head& head, KeyRange range, T* sums, int64_t pitch, int64_t width, double factor,
+                  const Strided4& to) const {
+    const int64_t n = range.last - range.first;
+    if (!to.data) return;
+    if (factor != 1) scale_row(sums, n * pitch, static_cast<T>(factor));
+    unpack_rows(sums, pitch, n, width, key_rows<S>(to, head).from(range.first));
+  }
+
+  // n queries from q on.
+  void store_queries(const Head& head, int64_t q, int64_t n, T* sums) const {
+    if (!grad_.query.data) return;
+    for (int64_t lane = 0; lane < n; lane += kLanes) {
+      T* const panel = sums + lane * p.width;
+      scale_row(panel, kLanes * p.width, static_cast<T>(p.scale));
+      unpack_columns(panel, kLanes, std::min(kLanes, n - lane), p.width,
+                     query_rows<S>(grad_.query, head).from(q + lane));
+    }
   }
 
   // A tile of keys and all queries that see it.
@@ -154,76 +165,99 @@ class Backward {
       const int64_t q = t * pairs_.queries.size, n = pairs_.queries_of_tile(head, t);
       if (n <= 0) break;
       const KeyRange seen = head.keys_of_any(p, q, n, keys.range);
-      if (seen.first < seen.last) add_pairs(head, q, n, keys, query(slot, t), sums + q * width_pitch_, own);
+      if (seen.first < seen.last) add_pairs(head, q, n, keys, query(slot, t), sums + q * p.width, own);
     }
   }
 
   void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, T* sums,
                  const Scratch& own) const {
-    KeyRange seen[kBackwardQueries / kLanes];
-    bool is_whole = true;
-    for (int64_t lane = 0; lane < n; lane += kLanes) {
-      KeyRange& range = seen[lane / kLanes];
-      range = head.keys_of_any(p, q + lane, std::min(kLanes, n - lane), keys.range);
-      is_whole = is_whole && range.first == keys.range.first && range.last == keys.range.last;
+    KeyRange seen[kBackwardQueries / kLanes];  // by a panel of queries, counted within the tile
+    const int64_t panels = ceil_div(n, kLanes);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t lane = panel * kLanes, lanes = std::min(kLanes, n - lane);
+      seen[panel] = whole_chunks(head.keys_of_any(p, q + lane, lanes, keys.range), keys.range);
+      const KeyRange range{keys.range.first + seen[panel].first, keys.range.first + seen[panel].last};
       pairs_.template run<true>(head, q, n, lane, range, keys.range.first, query.tile, own.key, own.pair);
+      add_to_queries(head, q + lane, lane, lanes, range, keys, sums + lane * p.width, own);
     }
-    if (is_whole) {
-      add_products(head, q, n, 0, keys.range, keys, query, sums, own);
-    } else {
-      for (int64_t lane = 0; lane < n; lane += kLanes)
-        add_products(head, q, std::min(kLanes, n - lane), lane, seen[lane / kLanes], keys, query, sums, own);
-    }
-  }
-
-  // Of n queries from `lane` of the tile on, and the keys `seen`.
-  void add_products(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange seen, const Keys& keys,
-                    const Query& query, T* sums, const Scratch& own) const {
-    const int64_t count = seen.last - seen.first, skipped = seen.first - keys.range.first;
-    if (count <= 0) return;
-    const int64_t pitch = pairs_.query_pitch, at = skipped * pitch + lane;
-    const auto sees = [&](int64_t i, int64_t j) { return own.pair.modify.sees(head, q + lane + i, seen.first + j); };
-    const auto is_seen_by = [&](int64_t j, int64_t i) { return sees(i, j); };
-    if (grad_.value.data) {
-      const GemmLeft<T> weights{own.pair.weights + at, pitch, 1};
-      T* const to = keys.grad_value + skipped * value_pitch_;
-      add_product(weights, query.gradient_rows + lane * value_pitch_, value_pitch_, p.value_width, count, n, to);
-      if (*query.is_gradient_bad)
-        add_bad_rows(weights, query_rows<const S>(grad_.output, head).from(q + lane), count, n, p.value_width, to,
-                     value_pitch_, is_seen_by);
-    }
-    if (grad_.key.data) {
-      const GemmLeft<T> gradients{own.pair.gradients + at, pitch, 1};
-      T* const to = keys.grad_key + skipped * width_pitch_;
-      add_product(gradients, query.rows + lane * width_pitch_, width_pitch_, p.width, count, n, to);
-      if (*query.is_bad)
-        add_bad_rows(gradients, query_rows<const S>(p.query, head).from(q + lane), count, n, p.width, to, width_pitch_,
-                     is_seen_by);
-    }
-    if (grad_.query.data) {
-      const GemmLeft<T> gradients{own.pair.gradients + at, 1, pitch};
-      T* const to = sums + lane * width_pitch_;
-      add_product(gradients, own.key_rows + skipped * width_pitch_, width_pitch_, p.width, n, count, to);
-      if (keys.is_bad)
-        add_bad_rows(gradients, key_rows<const S>(p.key, head).from(seen.first), n, count, p.width, to, width_pitch_,
-                     sees);
+    // Of keys that the same panels see.
+    const int64_t count = keys.range.last - keys.range.first;
+    for (int64_t first = 0, last; first < count; first = last) {
+      const PanelRange by = panels_that_see(seen, panels, first);
+      for (last = first + kKeyChunk; last < count && panels_that_see(seen, panels, last) == by;) last += kKeyChunk;
+      last = std::min(last, count);
+      const int64_t lane = by.first * kLanes;
+      add_to_keys(head, q + lane, lane, std::min(by.last * kLanes, n) - lane, {first, last}, keys, query, own);
     }
   }
 
-  // to += a x rows; the last two have the same pitch.
-  static void add_product(GemmLeft<T> a, const T* rows, int64_t pitch, int64_t width, int64_t n, int64_t depth, T* to) {
-    for (int64_t e = 0; e < width; e += kLanes) gemm_panel<T>(a, {rows + e, pitch}, n, depth, to + e, pitch, true);
+  struct PanelRange {
+    int64_t first, last;
+    bool operator==(const PanelRange&) const = default;
+  };
+  static PanelRange panels_that_see(const KeyRange* seen, int64_t panels, int64_t key) {
+    const auto sees = [&](int64_t panel) { return seen[panel].first <= key && key < seen[panel].last; };
+    PanelRange range{0, panels};
+    while (range.first < panels && !sees(range.first)) ++range.first;
+    while (range.last > range.first && !sees(range.last - 1)) --range.last;
+    return range;
+  }
+  // `range` rounded, counted from the first of `tile` on.
+  static KeyRange whole_chunks(KeyRange range, KeyRange tile) {
+    if (range.first >= range.last) return {0, 0};
+    return {(range.first - tile.first) / kKeyChunk * kKeyChunk,
+            std::min(round_up(range.last - tile.first, kKeyChunk), tile.last - tile.first)};
+  }
+
+  // Of a panel of queries from number i, lane `lane` of its tile, on.
+  void add_to_queries(const Head& head, int64_t i, int64_t lane, int64_t n, KeyRange range, const Keys& keys, T* sums,
+                      const Scratch& own) const {
+    const int64_t count = range.last - range.first, skipped = range.first - keys.range.first;
+    if (count <= 0 || !grad_.query.data) return;
+    const T* const gradients = own.pair.gradients + skipped * pairs_.query_pitch + lane;
+    gemm_panel<T>({own.key_rows + skipped * width_pitch_, 1, width_pitch_}, {gradients, pairs_.query_pitch}, p.width,
+                  count, sums, kLanes, true);
+    if (keys.is_bad)
+      add_bad_rows({gradients, 1, pairs_.query_pitch}, key_rows<const S>(p.key, head).from(range.first), n, count,
+                   p.width, Rows<T>{sums, 1, kLanes}, [&](int64_t query, int64_t key) {
+                     return own.pair.modify.sees(head, i + query, range.first + key);
+                   });
+  }
+
+  // Of n queries from number i, lane `lane` of their tile, on, to keys of their tile.
+  void add_to_keys(const Head& head, int64_t i, int64_t lane, int64_t n, KeyRange range, const Keys& keys,
+                   const Query& query, const Scratch& own) const {
+    const int64_t at = range.first * pairs_.query_pitch + lane, count = range.last - range.first;
+    if (n <= 0) return;
+    const auto add = [&](const T* left, const T* rows, bool has_bad, const Strided4& tensor, int64_t pitch,
+                         int64_t width, T* sums) {
+      const GemmLeft<T> a{left + at, pairs_.query_pitch, 1};
+      T* const to = sums + range.first * pitch;
+      for (int64_t e = 0; e < width; e += kLanes)
+        gemm_panel<T>(a, {rows + lane * pitch + e, pitch}, count, n, to + e, pitch, true);
+      if (has_bad)
+        add_bad_rows(a, query_rows<const S>(tensor, head).from(i), count, n, width, Rows<T>{to, pitch, 1},
+                     [&](int64_t key, int64_t query) {
+                       return own.pair.modify.sees(head, i + query, keys.range.first + range.first + key);
+                     });
+    };
+    if (grad_.value.data)
+      add(own.pair.weights, query.gradient_rows, *query.is_gradient_bad, grad_.output, value_pitch_, p.value_width,
+          keys.grad_value);
+    if (grad_.key.data)
+      add(own.pair.gradients, query.rows, *query.is_bad, p.query, width_pitch_, p.width, keys.grad_key);
   }
 
   void add_cuts(const Head& head, int64_t tile, int64_t slot) const {
     const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
     if (n <= 0) return;
-    T* const sums = query_sums(slot, 0) + q * width_pitch_;
+    T* const sums = query_sums(slot, 0) + q * p.width;
+    const int64_t size = round_up(n, kLanes) * p.width;
     for (int64_t cut = 1; cut < cuts_; ++cut) {
-      const T* const from = query_sums(slot, cut) + q * width_pitch_;
-      for (int64_t i = 0; i < n * width_pitch_; ++i) sums[i] += from[i];
+      const T* const from = query_sums(slot, cut) + q * p.width;
+      for (int64_t i = 0; i < size; ++i) sums[i] += from[i];
     }
-    store(sums, width_pitch_, n, p.width, p.scale, grad_.query, query_rows<S>(grad_.query, head).from(q));
+    store_queries(head, q, n, sums);
   }
 
   // A matter of the shapes alone. Sums of the queries take memory for each cut.

@@ -7,18 +7,7 @@
 namespace myvision::CPU_CAPABILITY {
 
 inline constexpr int64_t kFewQueries = 4;
-inline constexpr int64_t kFewRows = 16;   // queries of all heads that read a key together
-inline constexpr int64_t kFewKeys = 256;  // between two steps of the softmax
-
-// The sum of a[i] * b[i].
-template <typename T>
-[[gnu::flatten]] inline T dot(const T* a, const T* b, int64_t n) {
-  Vec<T> sum[4] = {Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0))};
-  for_each_vector<T, 4>(n, [&](int stream, int64_t i, int64_t count) {
-    sum[stream] = at::vec::fmadd(load<T>(a + i, count), load<T>(b + i, count), sum[stream]);
-  });
-  return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
-}
+inline constexpr int64_t kFewRows = 16;  // queries of all heads that read a key together
 
 // to += factor * from
 template <typename T>
@@ -45,9 +34,9 @@ class FewQueries {
  private:
   // Queries of `heads` heads of sequence b, which share a key head, and a cut of the keys.
   void run(int64_t b, int64_t first_head, int64_t heads, int64_t cut, T* queries) const {
-    T *const scores = queries + rows_ * p.width, *const sums = scores + rows_ * kFewKeys,
+    T *const scores = queries + rows_ * p.width, *const sums = scores + rows_ * kLineKeys,
              *const buffer = sums + rows_ * p.value_width;
-    const Scores<T> modify(p, kFewKeys, buffer + std::max(p.width, p.value_width));
+    const Scores<T> modify(p, kLineKeys, buffer + std::max(p.width, p.value_width));
     const Head head(p, b, first_head);
     const int64_t n = head.sequence.queries, rows = heads * n;
     if (n == 0) return;
@@ -60,12 +49,12 @@ class FewQueries {
       scale_row(queries + r * p.width, p.width, static_cast<T>(p.scale));
     }
     const KeyRange keys =
-        head.keys_of_any(p, 0, n, keys_of_cut(cut, cuts_, lengths_.keys, kFewKeys, head.sequence.keys));
-    for (int64_t first = keys.first; first < keys.last; first += kFewKeys) {
-      const KeyRange block{first, std::min(first + kFewKeys, keys.last)};
+        head.keys_of_any(p, 0, n, keys_of_cut(cut, cuts_, lengths_.keys, kLineKeys, head.sequence.keys));
+    for (int64_t first = keys.first; first < keys.last; first += kLineKeys) {
+      const KeyRange block{first, std::min(first + kLineKeys, keys.last)};
       multiply(head, block, queries, rows, scores, buffer);
       for (int64_t r = 0; r < rows; ++r) {
-        T* const s = scores + r * kFewKeys;
+        T* const s = scores + r * kLineKeys;
         const Head own(p, b, first_head + r / n);
         modify.finish_line(own, r % n, block, s);
         const T factor = softmax_line(block.last - block.first, s, softmax[r]);
@@ -91,7 +80,7 @@ class FewQueries {
     const Rows<const S> from = key_rows<const S>(p.key, head).from(keys.first);
     for (int64_t j = 0; j < keys.last - keys.first; ++j) {
       const T* const key = row(from.from(j), p.width, buffer);
-      for (int64_t r = 0; r < rows; ++r) scores[r * kFewKeys + j] = dot(queries + r * p.width, key, p.width);
+      for (int64_t r = 0; r < rows; ++r) scores[r * kLineKeys + j] = dot(queries + r * p.width, key, p.width);
     }
   }
 
@@ -105,7 +94,7 @@ class FewQueries {
     for (int64_t j = 0; j < keys.last - keys.first; ++j) {
       const T* const value = row(from.from(j), p.value_width, buffer);
       for (int64_t r = 0; r < rows; ++r) {
-        const T weight = weights[r * kFewKeys + j];
+        const T weight = weights[r * kLineKeys + j];
         if (!(weight < 0)) add_row(weight, value, p.value_width, sums + r * p.value_width);
       }
     }
@@ -117,8 +106,8 @@ class FewQueries {
   const int64_t batches_ = ceil_div(group_, heads_), rows_ = heads_ * lengths_.queries;
   const int64_t cuts_ = cuts_of_keys(p.batch * p.key_heads * batches_, lengths_.keys);
   const int64_t tasks_ = p.batch * p.key_heads * batches_ * cuts_, workers_ = std::min(num_threads(), tasks_);
-  const int64_t scratch_size_ = round_up(rows_ * (p.width + kFewKeys + p.value_width) +
-                                             std::max(p.width, p.value_width) + Scores<T>::scratch_size(p, kFewKeys),
+  const int64_t scratch_size_ = round_up(rows_ * (p.width + kLineKeys + p.value_width) +
+                                             std::max(p.width, p.value_width) + Scores<T>::scratch_size(p, kLineKeys),
                                          16);
   const Workspace memory_{int64_t(workers_ * scratch_size_ * sizeof(T))};
   const Results<S> results_{p, cuts_};

@@ -1,8 +1,8 @@
 // attention's forward pass on the CPU. Compiled once per instruction set.
 //
-// A tile of queries meets the tiles of keys that it sees, one after the other: scores = keys x queries, a step of an
-// online softmax, sums += weights^T x values. Keys (as columns) and values are packed once for all heads that share
-// them.
+// A tile of queries meets the tiles of keys that it sees, one after the other, and panel by panel: scores = keys x
+// queries, a step of an online softmax, sums += values^T x weights. What belongs to a panel stays in L1, a tile in L2.
+// Keys (as columns) and values are packed once for all heads that share them.
 #pragma once
 #include "ops/attention/attention_few_queries.h"
 
@@ -36,38 +36,61 @@ class Forward {
   }
 
  private:
-  // The keys and values of a key head, tile after tile.
+  // The keys, as columns, and values of a key head, tile after tile.
   struct Packed {
     T *keys, *values;
     bool* is_bad;  // of a tile: some value is not finite
   };
-  // Memory of a worker.
+  // Memory of a worker: of a tile of queries; and the weights of a panel of them.
   struct Scratch {
-    T *queries, *scores, *sums, *peak, *total, *factor;
+    T *queries, *sums, *peak, *total, *weights;
     Scores<T> modify;
   };
+  // A panel of queries in work: numbers `first` ... of a head, and their sums, as columns.
+  struct Panel {
+    int64_t first, n;
+    T *queries, *sums, *peak, *total;
+  };
 
-  int64_t packed_size() const { return keys_.count * (p.width * key_pitch_ + keys_.size * value_pitch_); }
-  Packed packed(int64_t slot) const {
-    T* const keys = memory_.template as<T>() + slot * packed_size();
-    return {keys, keys + keys_.count * p.width * key_pitch_, flags_.template as<bool>() + slot * keys_.count};
+  Packed carve_packed(Carver<T>& memory) const {
+    return {memory.take(keys_.count * p.width * key_pitch_), memory.take(keys_.count * keys_.size * value_pitch_),
+            nullptr};
+  }
+  Scratch carve_scratch(Carver<T>& memory) const {
+    T *const queries = memory.take(queries_.size * p.width), *const sums = memory.take(queries_.size * p.value_width),
+             *const peak = memory.take(queries_.size), *const total = memory.take(queries_.size),
+             *const weights = memory.take(keys_.size * kLanes);
+    return {queries, sums,    peak,
+            total,   weights, Scores<T>(p, keys_.size, memory.take(Scores<T>::scratch_size(p, keys_.size)))};
+  }
+  int64_t packed_size() const {
+    Carver<T> count;
+    carve_packed(count);
+    return count.used;
   }
   int64_t scratch_size() const {
-    return (p.width + keys_.size + 3) * query_pitch_ + queries_.size * value_pitch_ +
-           Scores<T>::scratch_size(p, keys_.size);
+    Carver<T> count;
+    carve_scratch(count);
+    return count.used;
+  }
+
+  Packed packed(int64_t slot) const {
+    Carver<T> memory{packed_.template as<T>() + slot * packed_size_};
+    Packed result = carve_packed(memory);
+    result.is_bad = flags_.template as<bool>() + slot * keys_.count;
+    return result;
   }
   Scratch scratch(int64_t worker) const {
-    T* const queries = memory_.template as<T>() + slots_ * packed_size() + worker * scratch_size();
-    T* const scores = queries + p.width * query_pitch_;
-    T* const sums = scores + keys_.size * query_pitch_;
-    T* const peak = sums + queries_.size * value_pitch_;
-    return {queries,
-            scores,
-            sums,
-            peak,
-            peak + query_pitch_,
-            peak + 2 * query_pitch_,
-            Scores<T>(p, keys_.size, peak + 3 * query_pitch_)};
+    Carver<T> memory{scratches_.template as<T>() + worker * scratch_size_};
+    return carve_scratch(memory);
+  }
+  Panel panel(int64_t q, int64_t n, int64_t lane, const Scratch& own) const {
+    return {q + lane,
+            std::min(kLanes, n - lane),
+            own.queries + lane * p.width,
+            own.sums + lane * p.value_width,
+            own.peak + lane,
+            own.total + lane};
   }
 
   // The head that a tile of a unit, all that share a key head, belongs to.
@@ -96,83 +119,66 @@ class Forward {
     const Head head = head_of(unit, tile);
     const int64_t n = std::min(queries_.size, head.sequence.queries - q);
     if (n <= 0) return;
-    pack_columns(query_rows<const S>(p.query, head).from(q), n, p.width, own.queries, query_pitch_,
-                 static_cast<T>(p.scale));
-    std::fill_n(own.peak, queries_.size, kHidden<T>);
-    std::fill_n(own.total, queries_.size, T(0));
-    std::fill_n(own.sums, n * value_pitch_, T(0));
     const KeyRange keys =
         head.keys_of_any(p, q, n, keys_of_cut(cut, cuts_, lengths_.keys, keys_.size, head.sequence.keys));
-    for (int64_t k = keys.first / keys_.size; k * keys_.size < keys.last; ++k) add_keys(head, q, n, k, packed, own);
-    for (int64_t i = 0; i < n; ++i)
-      results_.put(head, q + i, cut, own.sums + i * value_pitch_, {own.peak[i], own.total[i]});
-  }
-
-  // Adds a tile of keys to n queries from q on.
-  void add_keys(const Head& head, int64_t q, int64_t n, int64_t tile, const Packed& packed, const Scratch& own) const {
-    const KeyRange all = keys_of_tile(head, tile);
-    KeyRange seen[kForwardQueries / kLanes];
-    bool is_whole = true;
+    for (int64_t lane = 0; lane < n; lane += kLanes) start(head, panel(q, n, lane, own));
+    for (int64_t k = keys.first / keys_.size; k * keys_.size < keys.last; ++k)
+      for (int64_t lane = 0; lane < n; lane += kLanes) {
+        const Panel panel = this->panel(q, n, lane, own);
+        if ((k + 1) * keys_.size >= keys.last)
+          fetch_rows(query_rows<S>(p.output, head).from(panel.first), panel.n, p.value_width);
+        add_keys(head, panel, k, packed, own);
+      }
     for (int64_t lane = 0; lane < n; lane += kLanes) {
-      KeyRange& keys = seen[lane / kLanes];
-      keys = head.keys_of_any(p, q + lane, std::min(kLanes, n - lane), all);
-      is_whole = is_whole && keys.first == all.first && keys.last == all.last;
-      weigh(head, q, n, lane, keys, tile, packed, own);
-    }
-    for (int64_t i = 0; i < n; ++i)
-      if (own.factor[i] != 1) scale_row(own.sums + i * value_pitch_, value_columns_, own.factor[i]);
-    if (is_whole) {
-      add_values(head, q, n, 0, all, tile, packed, own);
-    } else {
-      for (int64_t lane = 0; lane < n; lane += kLanes)
-        add_values(head, q, std::min(kLanes, n - lane), lane, seen[lane / kLanes], tile, packed, own);
+      const Panel panel = this->panel(q, n, lane, own);
+      results_.put_panel(head, panel.first, panel.n, cut, panel.sums, panel.peak, panel.total);
     }
   }
 
-  // The weights of these keys, for the panel of queries from `lane` of the tile on.
-  void weigh(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange keys, int64_t tile, const Packed& packed,
-             const Scratch& own) const {
-    std::fill_n(own.factor + lane, kLanes, T(1));
-    const int64_t count = keys.last - keys.first, lanes = std::min(kLanes, n - lane),
-                  skipped = keys.first - tile * keys_.size;
+  void start(const Head& head, const Panel& panel) const {
+    pack_columns(query_rows<const S>(p.query, head).from(panel.first), panel.n, p.width, panel.queries, kLanes,
+                 static_cast<T>(p.scale));
+    std::fill_n(panel.sums, p.value_width * kLanes, T(0));
+    std::fill_n(panel.peak, kLanes, kHidden<T>);
+    std::fill_n(panel.total, kLanes, T(0));
+  }
+
+  // Adds a tile of keys to a panel of queries.
+  void add_keys(const Head& head, const Panel& panel, int64_t tile, const Packed& packed, const Scratch& own) const {
+    const KeyRange keys = head.keys_of_any(p, panel.first, panel.n, keys_of_tile(head, tile));
+    const int64_t count = keys.last - keys.first;
     if (count <= 0) return;
-    T* const s = own.scores + skipped * query_pitch_ + lane;
-    gemm_panel<T>({packed.keys + tile * p.width * key_pitch_ + skipped, 1, key_pitch_},
-                  {own.queries + lane, query_pitch_}, count, p.width, s, query_pitch_, false);
-    own.modify.finish(head, q + lane, lanes, keys, s, query_pitch_, nullptr);
-    softmax_panel(count, s, query_pitch_, own.peak + lane, own.total + lane, own.factor + lane);
-    if (p.dropout_p > 0) own.modify.multiply(own.modify.dropout(head, q + lane, lanes, keys), count, s, query_pitch_);
-  }
-
-  // sums += weights^T x values, of n queries from `lane` of the tile on and these keys.
-  void add_values(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange keys, int64_t tile,
-                  const Packed& packed, const Scratch& own) const {
-    const int64_t depth = keys.last - keys.first;
-    if (depth <= 0) return;
-    const GemmLeft<T> weights{own.scores + (keys.first - tile * keys_.size) * query_pitch_ + lane, 1, query_pitch_};
-    T* const sums = own.sums + lane * value_pitch_;
-    for (int64_t e = 0; e < value_columns_; e += kLanes)
-      gemm_panel<T>(weights, {packed.values + keys.first * value_pitch_ + e, value_pitch_}, n, depth, sums + e,
-                    value_pitch_, true);
+    const T* const columns = packed.keys + tile * p.width * key_pitch_ + keys.first - tile * keys_.size;
+    const T* const values = packed.values + keys.first * value_pitch_;
+    T factor[kLanes];
+    gemm_panel<T>({columns, 1, key_pitch_}, {panel.queries, kLanes}, count, p.width, own.weights, kLanes, false);
+    own.modify.finish(head, panel.first, panel.n, keys, own.weights, kLanes, nullptr);
+    softmax_panel(count, own.weights, kLanes, panel.peak, panel.total, factor);
+    if (p.dropout_p > 0)
+      own.modify.multiply(own.modify.dropout(head, panel.first, panel.n, keys), count, own.weights, kLanes);
+    if (std::any_of(factor, factor + kLanes, [](T x) { return x != 1; }))
+      scale_panel(panel.sums, p.value_width, factor);
+    gemm_panel<T>({values, 1, value_pitch_}, {own.weights, kLanes}, p.value_width, count, panel.sums, kLanes, true);
     if (packed.is_bad[tile])
-      add_bad_rows(weights, key_rows<const S>(p.value, head).from(keys.first), n, depth, p.value_width, sums,
-                   value_pitch_,
-                   [&](int64_t i, int64_t j) { return own.modify.sees(head, q + lane + i, keys.first + j); });
+      add_bad_rows({own.weights, 1, kLanes}, key_rows<const S>(p.value, head).from(keys.first), panel.n, count,
+                   p.value_width, Rows<T>{panel.sums, 1, kLanes},
+                   [&](int64_t i, int64_t j) { return own.modify.sees(head, panel.first + i, keys.first + j); });
   }
 
   const AttentionParams& p;
   const Lengths& lengths_;
-  const Tiling queries_{lengths_.queries, kForwardQueries, kLanes}, keys_{lengths_.keys, kForwardKeys, 4};
-  const int64_t value_columns_ = round_up(p.value_width, kLanes);
-  const int64_t query_pitch_ = padded_row(queries_.size), key_pitch_ = padded_row(keys_.size),
-                value_pitch_ = padded_row(value_columns_);
+  const Tiling queries_{lengths_.queries, kForwardQueries, kLanes},
+      keys_{lengths_.keys, kForwardKeys, GemmTile<T>::kRows};
+  const int64_t key_pitch_ = padded_row(keys_.size), value_pitch_ = padded_row(round_up(p.value_width, kLanes));
   const int64_t group_ = p.heads / p.key_heads, units_ = p.batch * p.key_heads;
   const int64_t cuts_ = cuts_of_keys(units_ * group_ * queries_.count, lengths_.keys);
   // Where each worker has units of its own to pack and work on, none waits for another.
   const bool pack_first_ = cuts_ > 1 || (units_ < 4 * num_threads() && units_ % num_threads() != 0);
   const int64_t workers_ = std::min(num_threads(), pack_first_ ? units_ * group_ * queries_.count * cuts_ : units_);
   const int64_t slots_ = pack_first_ ? units_ : workers_;
-  const Workspace memory_{int64_t((slots_ * packed_size() + workers_ * scratch_size()) * sizeof(T))};
+  const int64_t packed_size_ = packed_size(), scratch_size_ = scratch_size();
+  const Workspace packed_{int64_t(slots_ * packed_size_ * sizeof(T))};
+  const Workspace scratches_{int64_t(workers_ * scratch_size_ * sizeof(T))};
   const Workspace flags_{slots_ * keys_.count};
   const Results<S> results_{p, cuts_};
 };

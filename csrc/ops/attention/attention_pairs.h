@@ -1,24 +1,12 @@
 // What the backward passes of attention on the CPU begin with: the probabilities of a tile of queries and keys, made
 // again, and the gradients of its scores. Compiled once per instruction set.
 #pragma once
-#include "ops/attention/attention_few_queries.h"
+#include "ops/attention/attention_scores.h"
+#include "ops/attention/attention_softmax.h"
 
 namespace myvision::CPU_CAPABILITY {
 
 inline constexpr int64_t kBackwardQueries = 96, kBackwardKeys = 96;  // of a tile, at most
-
-// Hands out a block of memory; without one it only counts.
-template <typename T>
-struct Carver {
-  T* memory = nullptr;
-  int64_t used = 0;
-
-  T* take(int64_t n) {
-    T* const piece = memory ? memory + used : nullptr;
-    used += round_up(n, 16);
-    return piece;
-  }
-};
 
 // A tile of queries: as columns, multiplied by the scale; the gradients of their outputs; what makes probabilities of
 // scores, e^(score - peak - log_total); and what is taken off the gradients of probabilities.
@@ -60,7 +48,7 @@ class Pairs {
     T *const weights = memory.take(size), *const gradients = memory.take(size),
              *const slopes = p.softcap > 0 ? memory.take(size) : nullptr, *const line = memory.take(line_size());
     return {weights, gradients, slopes, line,
-            Scores<T>(p, kFewKeys, memory.take(Scores<T>::scratch_size(p, kFewKeys)))};
+            Scores<T>(p, kLineKeys, memory.take(Scores<T>::scratch_size(p, kLineKeys)))};
   }
 
   void pack_queries(const Head& head, int64_t q, int64_t n, const QueryTile<T>& to, const PairScratch<T>& own) const {
@@ -114,13 +102,14 @@ class Pairs {
   }
 
   const Lengths lengths;
-  const Tiling queries{lengths.queries, kBackwardQueries, kLanes}, keys{lengths.keys, kBackwardKeys, 4};
+  const Tiling queries{lengths.queries, kBackwardQueries, kLanes},
+      keys{lengths.keys, kBackwardKeys, GemmTile<T>::kRows};
   const int64_t query_pitch = padded_row(queries.size), key_pitch = padded_row(keys.size);
 
  private:
   static constexpr T kPreciseLse = 1 << 14;  // beyond, probabilities made of it are off by 0.1 %
 
-  int64_t line_size() const { return std::max(2 * p.value_width, 2 * p.width + kFewKeys); }
+  int64_t line_size() const { return std::max(2 * p.value_width, 2 * p.width + kLineKeys); }
 
   // The gradient of the output times the output, less the gradient of lse.
   T delta(const Head& head, int64_t i, T* line) const {
@@ -144,8 +133,8 @@ class Pairs {
     scale_row(query, p.width, static_cast<T>(p.scale));
     RowSums<T> sums{kHidden<T>, 0};
     const KeyRange seen = keys_of(p, head.sequence, i);
-    for (int64_t first = seen.first; first < seen.last; first += kFewKeys) {
-      const KeyRange block{first, std::min(first + kFewKeys, seen.last)};
+    for (int64_t first = seen.first; first < seen.last; first += kLineKeys) {
+      const KeyRange block{first, std::min(first + kLineKeys, seen.last)};
       for (int64_t j = block.first; j < block.last; ++j) {
         copy_row<T>(rows.from(j).data, rows.step, p.width, key, 1);
         scores[j - first] = dot(query, key, p.width);

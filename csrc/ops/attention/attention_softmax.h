@@ -16,16 +16,16 @@ template <typename T>
 [[gnu::flatten]] inline void softmax_panel(int64_t n, T* s, int64_t ld, T* peak, T* total, T* factor) {
   constexpr int64_t kSize = Vec<T>::size();
   const Vec<T> before[2] = {Vec<T>::loadu(peak), Vec<T>::loadu(peak + kSize)};
-  Vec<T> most[2][2] = {{before[0], before[1]}, {before[0], before[1]}};
+  Vec<T> most[2] = {before[0], before[1]};
   for (int64_t j = 0; j < n; ++j)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half)  // a NaN is passed over here: its weight will be NaN
-      most[0][half] = at::vec::clamp_min(most[0][half], Vec<T>::loadu(s + j * ld + half * kSize));
+      most[half] = at::vec::clamp_min(most[half], Vec<T>::loadu(s + j * ld + half * kSize));
   Vec<T> center[2], sum[2];
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
-    most[0][half].store(peak + half * kSize);
-    center[half] = Vec<T>::blendv(most[0][half], Vec<T>(T(0)), most[0][half] == Vec<T>(kHidden<T>));
+    most[half].store(peak + half * kSize);
+    center[half] = Vec<T>::blendv(most[half], Vec<T>(T(0)), most[half] == Vec<T>(kHidden<T>));
     const Vec<T> shrink = exp_of_negative(before[half] - center[half]);
     shrink.store(factor + half * kSize);
     sum[half] = Vec<T>::loadu(total + half * kSize) * shrink;
@@ -41,6 +41,18 @@ template <typename T>
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) sum[half].store(total + half * kSize);
 }
+
+// The sum of a[i] * b[i].
+template <typename T>
+[[gnu::flatten]] inline T dot(const T* a, const T* b, int64_t n) {
+  Vec<T> sum[4] = {Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0))};
+  for_each_vector<T, 4>(n, [&](int stream, int64_t i, int64_t count) {
+    sum[stream] = at::vec::fmadd(load<T>(a + i, count), load<T>(b + i, count), sum[stream]);
+  });
+  return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+inline constexpr int64_t kLineKeys = 256;  // of a line of scores, at most
 
 // The softmax of one query.
 template <typename T>
@@ -73,6 +85,17 @@ inline void scale_row(T* row, int64_t n, T factor) {
   for (int64_t e = 0; e < n; ++e) row[e] *= factor;
 }
 
+// Every row of a panel times these factors of its lanes.
+template <typename T>
+[[gnu::flatten]] inline void scale_panel(T* panel, int64_t rows, const T* factors) {
+  constexpr int64_t kSize = Vec<T>::size();
+  const Vec<T> first = Vec<T>::loadu(factors), second = Vec<T>::loadu(factors + kSize);
+  for (T* row = panel; row < panel + rows * 2 * kSize; row += 2 * kSize) {
+    (Vec<T>::loadu(row) * first).store(row);
+    (Vec<T>::loadu(row + kSize) * second).store(row + kSize);
+  }
+}
+
 // Rows of sums become rows of output. Where keys are cut, each cut has sums of its own, which are merged in order.
 template <typename S, typename T = Compute<S>>
 class Results {
@@ -83,10 +106,23 @@ class Results {
   // What cut number `cut` of the keys gave to query i.
   void put(const Head& head, int64_t i, int64_t cut, T* sums, RowSums<T> row) const {
     if (cuts_ == 1) return finish(head, i, sums, row);
-    T* const to = sums_of(head, i, cut);
-    std::copy_n(sums, p.value_width, to);
-    to[p.value_width] = row.peak;
-    to[p.value_width + 1] = row.total;
+    std::copy_n(sums, p.value_width, sums_of(head, i, cut));
+    put_row_sums(head, i, cut, row);
+  }
+
+  // The same of a panel of n queries from i on.
+  void put_panel(const Head& head, int64_t i, int64_t n, int64_t cut, T* sums, const T* peak, const T* total) const {
+    constexpr int64_t kLanes = GemmTile<T>::kCols;
+    if (cuts_ > 1) {
+      unpack_columns(sums, kLanes, n, p.value_width, Rows<T>{sums_of(head, i, cut), size_, 1});
+      for (int64_t lane = 0; lane < n; ++lane) put_row_sums(head, i + lane, cut, {peak[lane], total[lane]});
+      return;
+    }
+    T factor[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) factor[lane] = total[lane] == 0 ? T(0) : 1 / total[lane];
+    scale_panel(sums, p.value_width, factor);
+    unpack_columns(sums, kLanes, n, p.value_width, query_rows<S>(p.output, head).from(i));
+    for (int64_t lane = 0; lane < n; ++lane) put_lse(head, i + lane, {peak[lane], total[lane]});
   }
 
   void merge() const {
@@ -100,6 +136,12 @@ class Results {
  private:
   T* sums_of(const Head& head, int64_t i, int64_t cut) const {
     return sums_.template as<T>() + (cut * rows_ + head.first_row + i) * size_;
+  }
+
+  void put_row_sums(const Head& head, int64_t i, int64_t cut, RowSums<T> row) const {
+    T* const to = sums_of(head, i, cut) + p.value_width;
+    to[0] = row.peak;
+    to[1] = row.total;
   }
 
   void merge(const Head& head, int64_t i) const {
@@ -118,6 +160,10 @@ class Results {
   void finish(const Head& head, int64_t i, T* sums, RowSums<T> row) const {
     scale_row(sums, p.value_width, row.total == 0 ? T(0) : 1 / row.total);
     unpack_rows(sums, 0, 1, p.value_width, query_rows<S>(p.output, head).from(i));
+    put_lse(head, i, row);
+  }
+
+  void put_lse(const Head& head, int64_t i, RowSums<T> row) const {
     if (p.lse)
       static_cast<T*>(p.lse)[head.first_row + i] = row.total == 0 ? kHidden<T> : row.peak + std::log(row.total);
   }

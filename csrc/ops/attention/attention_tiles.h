@@ -60,6 +60,20 @@ struct Lengths {
   }
 };
 
+// ------------------------------------------------------------------------------------------------ memory
+// Hands out a block of memory; without one it only counts.
+template <typename T>
+struct Carver {
+  T* memory = nullptr;
+  int64_t used = 0;
+
+  T* take(int64_t n) {
+    T* const piece = memory ? memory + used : nullptr;
+    used += round_up(n, 16);
+    return piece;
+  }
+};
+
 // ------------------------------------------------------------------------------------------------ packing
 // A matrix in memory.
 template <typename S>
@@ -82,6 +96,15 @@ inline Rows<S> query_rows(const Strided4& tensor, const Head& head) {
 template <typename S>
 inline Rows<S> key_rows(const Strided4& tensor, const Head& head) {
   return rows_of<S>(tensor, head.b, head.key_head, head.sequence.first_key);
+}
+
+// Has n rows brought near, to be written to soon.
+template <typename S>
+inline void fetch_rows(Rows<S> rows, int64_t n, int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(S);
+  if (rows.step != 1) return;
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t e = 0; e < width; e += kLine) __builtin_prefetch(rows.data + i * rows.row + e, 0, 2);
 }
 
 // to[i * pitch + e] = from[i][e], with zeros up to a whole panel
@@ -108,6 +131,12 @@ inline void unpack_rows(const T* from, int64_t pitch, int64_t n, int64_t width, 
   store_pixels(from, pitch, width, n, to.data, to.step, to.row);
 }
 
+// to[i][e] = from[e * pitch + i]
+template <typename T, typename S>
+inline void unpack_columns(const T* from, int64_t pitch, int64_t n, int64_t width, Rows<S> to) {
+  store_pixels(from, pitch, n, width, to.data, to.row, to.step);
+}
+
 // ------------------------------------------------------------------------------------------------ NaN and infinity
 // In a product, 0 * NaN would bring a row to those that do not see it. So such rows are packed as zeros, and then added
 // one by one.
@@ -132,7 +161,7 @@ inline bool clear_bad_rows(T* rows, int64_t pitch, int64_t n, int64_t width) {
 
 // c[i] += a[i][j] * b[j] of those rows j, where sees(i, j).
 template <typename T, typename S, typename Sees>
-inline void add_bad_rows(GemmLeft<T> a, Rows<S> b, int64_t rows, int64_t depth, int64_t width, T* c, int64_t ldc,
+inline void add_bad_rows(GemmLeft<T> a, Rows<S> b, int64_t rows, int64_t depth, int64_t width, Rows<T> c,
                          const Sees& sees) {
   for (int64_t j = 0; j < depth; ++j) {
     const auto element = [&](int64_t e) { return static_cast<T>(b.data[j * b.row + e * b.step]); };
@@ -142,7 +171,7 @@ inline void add_bad_rows(GemmLeft<T> a, Rows<S> b, int64_t rows, int64_t depth, 
     for (int64_t i = 0; i < rows; ++i) {
       if (!sees(i, j)) continue;
       const T left = a.data[i * a.row + j * a.step];
-      for (int64_t e = 0; e < width; ++e) c[i * ldc + e] += left * element(e);
+      for (int64_t e = 0; e < width; ++e) c.data[i * c.row + e * c.step] += left * element(e);
     }
   }
 }
