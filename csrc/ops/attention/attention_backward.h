@@ -11,7 +11,7 @@
 
 namespace myvision::CPU_CAPABILITY {
 
-inline constexpr int64_t kKeyChunk = 24;  // what panels see is rounded to so many keys: whole strips of a product
+inline constexpr int64_t kKeyChunk = 12;  // what panels see is rounded to so many keys: whole strips of a product
 
 template <typename S, typename T = Compute<S>>
 class Backward {
@@ -98,9 +98,10 @@ class Backward {
     const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
     if (n <= 0) return;
     const Query to = query(slot, tile);
-    pairs_.pack_queries(head, q, n, to.tile, own.pair);
     pack_rows(query_rows<const S>(p.query, head).from(q), n, p.width, to.rows, width_pitch_);
     pack_rows(query_rows<const S>(grad_.output, head).from(q), n, p.value_width, to.gradient_rows, value_pitch_);
+    pairs_.pack_queries(head, q, n, Rows<const T>{to.rows, width_pitch_, 1},
+                        Rows<const T>{to.gradient_rows, value_pitch_, 1}, to.tile, own.pair);
     *to.is_bad = clear_bad_rows(to.rows, width_pitch_, n, p.width);
     *to.is_gradient_bad = clear_bad_rows(to.gradient_rows, value_pitch_, n, p.value_width);
   }
@@ -158,9 +159,11 @@ class Backward {
   void add_keys(const Head& head, int64_t tile, int64_t slot, Keys keys, T* sums, const Scratch& own) const {
     const int64_t count = keys.range.last - keys.range.first;
     if (count <= 0) return;
-    pairs_.pack_keys(head, keys.range, own.key);
     pack_rows(key_rows<const S>(p.key, head).from(keys.range.first), count, p.width, own.key_rows, width_pitch_);
+    pairs_.pack_keys(head, keys.range, Rows<const T>{own.key_rows, width_pitch_, 1}, own.key);
     keys.is_bad = clear_bad_rows(own.key_rows, width_pitch_, count, p.width);
+    if (grad_.key.data) fetch_rows(key_rows<S>(grad_.key, head).from(keys.range.first), count, p.width);
+    if (grad_.value.data) fetch_rows(key_rows<S>(grad_.value, head).from(keys.range.first), count, p.value_width);
     for (int64_t t = 0; t < pairs_.queries.count; ++t) {
       const int64_t q = t * pairs_.queries.size, n = pairs_.queries_of_tile(head, t);
       if (n <= 0) break;
@@ -171,14 +174,16 @@ class Backward {
 
   void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, T* sums,
                  const Scratch& own) const {
-    KeyRange seen[kBackwardQueries / kLanes];  // by a panel of queries, counted within the tile
+    KeyRange seen[kBackwardQueries / kLanes];  // by a panel of queries, in whole chunks
     const int64_t panels = ceil_div(n, kLanes);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t lane = panel * kLanes, lanes = std::min(kLanes, n - lane);
-      seen[panel] = whole_chunks(head.keys_of_any(p, q + lane, lanes, keys.range), keys.range);
-      const KeyRange range{keys.range.first + seen[panel].first, keys.range.first + seen[panel].last};
+      const KeyRange range = head.keys_of_any(p, q + lane, lanes, keys.range);
+      if (grad_.query.data && head.all_seen(p, q + lane, lanes, keys.range))
+        fetch_rows(query_rows<S>(grad_.query, head).from(q + lane), lanes, p.width);
       pairs_.template run<true>(head, q, n, lane, range, keys.range.first, query.tile, own.key, own.pair);
       add_to_queries(head, q + lane, lane, lanes, range, keys, sums + lane * p.width, own);
+      seen[panel] = fill_chunks(range, lane, keys, own);
     }
     // Of keys that the same panels see.
     const int64_t count = keys.range.last - keys.range.first;
@@ -202,11 +207,20 @@ class Backward {
     while (range.last > range.first && !sees(range.last - 1)) --range.last;
     return range;
   }
-  // `range` rounded, counted from the first of `tile` on.
-  static KeyRange whole_chunks(KeyRange range, KeyRange tile) {
+  // Rounds what a panel sees to whole chunks, of which the rest is 0. Counted from the first key of the tile on.
+  KeyRange fill_chunks(KeyRange range, int64_t lane, const Keys& keys, const Scratch& own) const {
     if (range.first >= range.last) return {0, 0};
-    return {(range.first - tile.first) / kKeyChunk * kKeyChunk,
-            std::min(round_up(range.last - tile.first, kKeyChunk), tile.last - tile.first)};
+    const int64_t first = range.first - keys.range.first, last = range.last - keys.range.first;
+    const KeyRange whole{first / kKeyChunk * kKeyChunk, std::min(round_up(last, kKeyChunk), pairs_.keys.size)};
+    const auto clear = [&](int64_t from, int64_t to) {
+      for (int64_t j = from; j < to; ++j) {
+        std::fill_n(own.pair.weights + j * pairs_.query_pitch + lane, kLanes, T(0));
+        std::fill_n(own.pair.gradients + j * pairs_.query_pitch + lane, kLanes, T(0));
+      }
+    };
+    clear(whole.first, first);
+    clear(last, whole.last);
+    return whole;
   }
 
   // Of a panel of queries from number i, lane `lane` of its tile, on.
@@ -327,7 +341,9 @@ class MaskGradient {
       for (int64_t h = head; h < end(1, head, p.heads); ++h)
         for (int64_t q = query_tile; q < end(2, query_tile, pairs_.queries.count); ++q) {
           const Head at(p, i, h);
-          pairs_.pack_queries(at, q * pairs_.queries.size, pairs_.queries_of_tile(at, q), own.query, own.pair);
+          const int64_t first = q * pairs_.queries.size;
+          pairs_.pack_queries(at, first, pairs_.queries_of_tile(at, q), query_rows<const S>(p.query, at).from(first),
+                              query_rows<const S>(grad_.output, at).from(first), own.query, own.pair);
           for (int64_t k = key_tile; k < end(3, key_tile, pairs_.keys.count); ++k) add_pairs(at, q, k, own);
         }
     store(b, head, query_tile, key_tile, own.sums);
@@ -337,7 +353,7 @@ class MaskGradient {
     const int64_t q = query_tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, query_tile);
     const KeyRange keys = pairs_.keys_of_tile(head, key_tile), any = head.keys_of_any(p, q, n, keys);
     if (any.first >= any.last) return;
-    pairs_.pack_keys(head, keys, own.key);
+    pairs_.pack_keys(head, keys, key_rows<const S>(p.key, head).from(keys.first), own.key);
     for (int64_t lane = 0; lane < n; lane += kLanes) {
       const int64_t lanes = std::min(kLanes, n - lane);
       const KeyRange seen = head.keys_of_any(p, q + lane, lanes, keys);

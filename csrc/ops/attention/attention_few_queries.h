@@ -67,19 +67,10 @@ class FewQueries {
       results_.put(Head(p, b, first_head + r / n), r % n, cut, sums + r * p.value_width, softmax[r]);
   }
 
-  // Where a row lies, or a copy of it.
-  static const T* row(Rows<const S> from, int64_t width, T* buffer) {
-    if constexpr (std::is_same_v<S, T>) {
-      if (from.step == 1) return from.data;
-    }
-    copy_row<T>(from.data, from.step, width, buffer, 1);
-    return buffer;
-  }
-
   void multiply(const Head& head, KeyRange keys, const T* queries, int64_t rows, T* scores, T* buffer) const {
     const Rows<const S> from = key_rows<const S>(p.key, head).from(keys.first);
     for (int64_t j = 0; j < keys.last - keys.first; ++j) {
-      const T* const key = row(from.from(j), p.width, buffer);
+      const T* const key = first_row(from.from(j), p.width, buffer);
       for (int64_t r = 0; r < rows; ++r) scores[r * kLineKeys + j] = dot(queries + r * p.width, key, p.width);
     }
   }
@@ -92,7 +83,7 @@ class FewQueries {
   void add_values(const Head& head, KeyRange keys, const T* weights, int64_t rows, T* sums, T* buffer) const {
     const Rows<const S> from = key_rows<const S>(p.value, head).from(keys.first);
     for (int64_t j = 0; j < keys.last - keys.first; ++j) {
-      const T* const value = row(from.from(j), p.value_width, buffer);
+      const T* const value = first_row(from.from(j), p.value_width, buffer);
       for (int64_t r = 0; r < rows; ++r) {
         const T weight = weights[r * kLineKeys + j];
         if (!(weight < 0)) add_row(weight, value, p.value_width, sums + r * p.value_width);

@@ -51,21 +51,25 @@ class Pairs {
             Scores<T>(p, kLineKeys, memory.take(Scores<T>::scratch_size(p, kLineKeys)))};
   }
 
-  void pack_queries(const Head& head, int64_t q, int64_t n, const QueryTile<T>& to, const PairScratch<T>& own) const {
-    pack_columns(query_rows<const S>(p.query, head).from(q), n, p.width, to.columns, query_pitch,
-                 static_cast<T>(p.scale));
-    pack_columns(query_rows<const S>(grad_.output, head).from(q), n, p.value_width, to.gradient_columns, query_pitch);
+  // n queries from q on, and the gradients of their outputs.
+  template <typename In>
+  void pack_queries(const Head& head, int64_t q, int64_t n, Rows<const In> rows, Rows<const In> gradients,
+                    const QueryTile<T>& to, const PairScratch<T>& own) const {
+    pack_columns(rows, n, p.width, to.columns, query_pitch, static_cast<T>(p.scale));
+    pack_columns(gradients, n, p.value_width, to.gradient_columns, query_pitch);
     for (int64_t i = 0; i < n; ++i) {
       const RowSums<T> row = sums_of(head, q + i, own);
       to.peak[i] = row.peak;
       to.log_total[i] = row.total;
-      to.delta[i] = delta(head, q + i, own.line);
+      to.delta[i] = delta(head, q + i, gradients.from(i), own.line);
     }
   }
 
-  void pack_keys(const Head& head, KeyRange range, const KeyTile<T>& to) const {
+  // Keys `range`, which are these rows, and their values.
+  template <typename In>
+  void pack_keys(const Head& head, KeyRange range, Rows<const In> rows, const KeyTile<T>& to) const {
     const int64_t n = range.last - range.first;
-    pack_columns(key_rows<const S>(p.key, head).from(range.first), n, p.width, to.columns, key_pitch);
+    pack_columns(rows, n, p.width, to.columns, key_pitch);
     pack_columns(key_rows<const S>(p.value, head).from(range.first), n, p.value_width, to.value_columns, key_pitch);
   }
 
@@ -112,12 +116,10 @@ class Pairs {
   int64_t line_size() const { return std::max(2 * p.value_width, 2 * p.width + kLineKeys); }
 
   // The gradient of the output times the output, less the gradient of lse.
-  T delta(const Head& head, int64_t i, T* line) const {
-    const Rows<const S> gradient = query_rows<const S>(grad_.output, head).from(i),
-                        output = query_rows<const S>(p.output, head).from(i);
-    copy_row<T>(gradient.data, gradient.step, p.value_width, line, 1);
-    copy_row<T>(output.data, output.step, p.value_width, line + p.value_width, 1);
-    const T product = dot(line, line + p.value_width, p.value_width);
+  template <typename In>
+  T delta(const Head& head, int64_t i, Rows<const In> gradient, T* line) const {
+    const T* const output = first_row(query_rows<const S>(p.output, head).from(i), p.value_width, line);
+    const T product = dot(first_row(gradient, p.value_width, line + p.value_width), output, p.value_width);
     return grad_.lse ? product - static_cast<const T*>(grad_.lse)[head.first_row + i] : product;
   }
 

@@ -41,6 +41,10 @@ struct Head {
     return {std::max(within.first, keys_of(p, sequence, q).first),
             std::min(within.last, keys_of(p, sequence, q + n - 1).last)};
   }
+  // Whether none of them sees a key beyond these.
+  bool all_seen(const AttentionParams& p, int64_t q, int64_t n, KeyRange keys) const {
+    return keys_of(p, sequence, q + n - 1).last <= keys.last;
+  }
   // Whether the window leaves all these keys to all of them.
   bool all_see(const AttentionParams& p, int64_t q, int64_t n, KeyRange keys) const {
     return keys_of(p, sequence, q + n - 1).first <= keys.first && keys.last <= keys_of(p, sequence, q).last;
@@ -96,6 +100,16 @@ inline Rows<S> query_rows(const Strided4& tensor, const Head& head) {
 template <typename S>
 inline Rows<S> key_rows(const Strided4& tensor, const Head& head) {
   return rows_of<S>(tensor, head.b, head.key_head, head.sequence.first_key);
+}
+
+// Where the first row lies, or a copy of it.
+template <typename T, typename S>
+inline const T* first_row(Rows<const S> from, int64_t width, T* buffer) {
+  if constexpr (std::is_same_v<S, T>) {
+    if (from.step == 1) return from.data;
+  }
+  copy_row<T>(from.data, from.step, width, buffer, 1);
+  return buffer;
 }
 
 // Has n rows brought near, to be written to soon.
