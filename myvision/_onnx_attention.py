@@ -117,9 +117,13 @@ class _Attention:
     # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _mask_of_node(self) -> Value:
-        if self.mask is None or self.mask.dtype.name == "BOOL":
-            return self.mask
-        return self.op.CastLike(self.mask, self.query)
+        if self.mask is None:
+            return None
+        mask = self.mask if self.mask.dtype.name == "BOOL" else self.op.CastLike(self.mask, self.query)
+        if 1 not in self.mask.shape[-2:]:
+            return mask
+        # onnxruntime takes masks that are repeated along batch and heads only.
+        return self.op.Expand(mask, self.op.Concat(self._length(self.query), self._length(self.key), axis=0))
 
     def _bias(self) -> Value:
         """What is added to the scores: the mask, the slopes, and -inf where a key is not seen."""
