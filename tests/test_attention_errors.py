@@ -297,3 +297,69 @@ def test_functions_tell_what_is_wrong() -> None:
         varlen_attention(x[0], x[0, :, :2], x[0, :, :2], torch.tensor([0, 3]), torch.tensor([0, 3]))
     with pytest.raises(RuntimeError, match="dropout_p must be between 0 and 1"):
         scaled_dot_product_attention(x, x, x, dropout_p=2)
+
+
+ROWS = torch.zeros(2, 4, 6, 8)
+PACKED_ROWS, ENDS = torch.zeros(6, 4, 8), torch.tensor([0, 2, 6])
+
+
+@pytest.mark.parametrize("bad", [None, "q", [1.0], ROWS.numpy()], ids=lambda bad: type(bad).__name__)
+@pytest.mark.parametrize("position", range(5))
+def test_what_is_no_tensor_is_told(position: int, bad: Any) -> None:
+    name = ["query", "key", "value", "cu_seqlens_q", "cu_seqlens_k"][position]
+    for function, given in (
+        (scaled_dot_product_attention, [ROWS] * 3),
+        (varlen_attention, [*[PACKED_ROWS] * 3, ENDS, ENDS]),
+    ):
+        if position < len(given):
+            given[position] = bad
+            with pytest.raises(TypeError, match=f"attention: {name} must be a tensor, but got {type(bad).__name__}"):
+                function(*given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[
+            ({"window": window}, "window must be an int or a pair of ints or None")
+            for window in ((1,), (1, 2, 3), (), 1.5, "3", (1.5, 2), 2**63)
+        ],
+        *[({"dropout_p": p}, f"dropout_p must be a number, but got {type(p).__name__}") for p in ("0.1", None)],
+        ({"softcap": "1"}, "softcap must be a number, but got str"),
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_type_are_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        scaled_dot_product_attention(ROWS, ROWS, ROWS, **options)
+    with pytest.raises(TypeError, match=message):
+        varlen_attention(PACKED_ROWS, PACKED_ROWS, PACKED_ROWS, ENDS, ENDS, **options)
+
+
+def test_batches_that_do_not_broadcast_are_told() -> None:
+    with pytest.raises(RuntimeError, match=r"attention: query, key and value .* query has \(3,\), key \(2,\)"):
+        scaled_dot_product_attention(torch.zeros(3, 4, 6, 8), ROWS, ROWS)
+
+
+def test_a_window_may_be_a_list() -> None:
+    x = random_tensor(2, 4, 6, 8)
+    expected = scaled_dot_product_attention(x, x, x, window=(1, 2))
+    assert torch.equal(scaled_dot_product_attention(x, x, x, window=[1, 2]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("softcap", [float("inf"), 1e39])
+def test_a_cap_beyond_float32_is_none(softcap: float, dtype: torch.dtype) -> None:
+    x = random_tensor(2, 4, 6, 8, dtype=dtype)
+    expected = scaled_dot_product_attention(x, x, x)
+    for function in (scaled_dot_product_attention, torch.compile(scaled_dot_product_attention, backend="eager")):
+        assert torch.equal(function(x, x, x, softcap=softcap), expected)
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 4), (4, 2), (1, 8), (8, 2)])
+def test_key_and_value_of_different_heads(key_heads: int, value_heads: int) -> None:
+    query, key, value = (random_tensor(2, heads, 6, 8, seed=heads) for heads in (8, key_heads, value_heads))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="eager")
+    for function in (scaled_dot_product_attention, compiled):
+        torch.testing.assert_close(function(query, key, value, enable_gqa=True), expected)

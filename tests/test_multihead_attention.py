@@ -363,3 +363,49 @@ def test_cache_of_a_memory(widths: dict[str, int]) -> None:
     ignored = torch.full_like(memory, math.nan)
     rest = ours(query[:, 2:], ignored, ignored, cache=cache, **options)[0]
     torch.testing.assert_close(torch.cat([first, rest], dim=1), expected)
+
+
+@pytest.mark.parametrize("kind", ["self", "memory"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_cache_of_another_batch_size_is_told(batch_first: bool, kind: str) -> None:
+    ours, _ = pair(batch_first=batch_first)
+    cache, batch = KeyValueCache(), 0 if batch_first else 1
+    x = tokens(KEYS, batch_first=batch_first)
+    fewer = x.narrow(batch, 0, 1)
+    ours(x if kind == "self" else x.clone(), x, x, cache=cache)
+    with pytest.raises(RuntimeError, match=f"cache holds keys of batch size {BATCH}, but query has 1"):
+        ours(fewer if kind == "self" else fewer.clone(), fewer, fewer, cache=cache)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("masks", [{"attn_mask": (0, KEYS, KEYS)}, {"key_padding_mask": (0, KEYS)}], ids=str)
+def test_masks_without_a_batch(masks: dict[str, tuple[int, ...]], need_weights: bool) -> None:
+    ours, _ = pair(batch_first=True)
+    x = torch.zeros(0, KEYS, WIDTH).double()
+    given = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in masks.items()}
+    assert ours(x, x, x, need_weights=need_weights, **given)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("masks", [{"attn_mask": (KEYS, KEYS)}, {"key_padding_mask": (BATCH, KEYS)}], ids=str)
+def test_masks_of_another_dtype_raise(masks: dict[str, tuple[int, ...]], need_weights: bool) -> None:
+    module = MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    given = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in masks.items()}
+    with pytest.raises(RuntimeError, match="must have dtype bool, float32 or that of query, float32, but have float64"):
+        module(X, X, X, need_weights=need_weights, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[({name: None}, f"{name} must be a tensor, but got NoneType") for name in ("query", "key", "value")],
+        ({"key_padding_mask": [1]}, "key_padding_mask must be a tensor, but got list"),
+        ({"attn_mask": "c"}, "attn_mask must be a tensor, but got str"),
+        ({"cache": "no"}, "cache must be a KeyValueCache, but got str"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_wrong_type_raise(options: dict[str, Any], message: str) -> None:
+    module = MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    with pytest.raises(TypeError, match=message):
+        module(**{"query": X, "key": X, "value": X, **options})

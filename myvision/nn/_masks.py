@@ -7,17 +7,31 @@ import math
 import torch
 from torch import Tensor, nn
 
+from myvision._arguments import check_tensor
+
 
 def check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:
     """Raises unless the mask, if there is one, is bool or floating and has one of the shapes."""
     if mask is None:
         return
+    check_tensor(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         dtype = str(mask.dtype).removeprefix("torch.")
         raise RuntimeError(f"{name} must be bool, where True hides a key, or floating, but has dtype {dtype}")
     if all(mask.shape != shape for shape in shapes):
         wanted = " or ".join(map(str, shapes))
         raise RuntimeError(f"{name} must have shape {wanted}, but has shape {tuple(mask.shape)}")
+
+
+def check_mask_dtype(mask: Tensor | None, query: Tensor) -> None:
+    """What the operator takes, for where plain torch would take more; autocast casts the others."""
+    if mask is None or mask.dtype in (torch.bool, torch.float32, query.dtype):
+        return
+    if not torch.is_autocast_enabled(query.device.type):
+        dtype, wanted = (str(tensor.dtype).removeprefix("torch.") for tensor in (mask, query))
+        raise RuntimeError(
+            f"attn_mask and key_padding_mask must have dtype bool, float32 or that of query, {wanted}, but have {dtype}"
+        )
 
 
 def merge_masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
@@ -45,7 +59,7 @@ def is_causal_mask(mask: Tensor | None) -> bool:
     It is read only in plain eager mode on the CPU: a graph cannot ask, and a GPU would have to be waited for. A mask
     that needs a gradient is never taken for it.
     """
-    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
     if (
         torch.compiler.is_compiling()

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from myvision.nn._masks import check_mask, merge_masks
+from myvision._arguments import check_tensor
+from myvision.nn._masks import check_mask, check_mask_dtype, merge_masks
 from myvision.ops.attention import Alignment, scaled_dot_product_attention
 
 
@@ -16,7 +17,18 @@ class KeyValueCache:
     """What a :class:`MultiheadAttention` has projected of keys and values, ``[batch, heads, length, width]`` each.
 
     It starts empty. Self-attention appends the tokens of each call to it; attention to another sequence fills it in the
-    first call and reads it in the later ones.
+    first call and reads it in the later ones. It serves one module and one batch of sequences: the batch size must stay
+    the same, and so must that other sequence, which is not read again. Begin a new one for another batch.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import KeyValueCache, MultiheadAttention
+        >>> attention, cache = MultiheadAttention(512, 8, batch_first=True).eval(), KeyValueCache()
+        >>> tokens = torch.rand(2, 20, 512)
+        >>> steps = [attention(t, t, t, need_weights=False, cache=cache)[0] for t in tokens.split(1, dim=1)]
+        >>> cache.key.shape
+        torch.Size([2, 8, 20, 64])
     """
 
     def __init__(self) -> None:
@@ -89,7 +101,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        self._check_inputs(query, key, value)
+        self._check_inputs(query, key, value, cache)
         is_batched, is_step = query.dim() == 3, cache is not None and query is key
         q, k, v = self._heads(query, key, value, cache)
         if is_step and attn_mask is None:
@@ -98,7 +110,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         has_extra_keys = self.bias_k is not None or self.add_zero_attn
         is_causal = is_causal and not need_weights and not has_extra_keys
-        mask = _merged(None if is_causal else attn_mask, key_padding_mask, q.shape[0])
+        mask = _merged(None if is_causal else attn_mask, key_padding_mask, *q.shape[:2])
+        check_mask_dtype(mask, q)
         if has_extra_keys:
             k, v, mask = self._with_extra_keys(k, v, mask)
 
@@ -115,9 +128,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         output = self.out_proj(self._joined(output, is_batched))
         return output, weights if weights is None or is_batched else weights.squeeze(0)
 
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None) -> None:
         widths = self.embed_dim, self.kdim, self.vdim
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+            check_tensor(name, tensor)
             if tensor.is_nested:
                 raise RuntimeError(f"{name} is a nested tensor; pass a padded one, with key_padding_mask")
             if tensor.dim() not in (2, 3) or tensor.dim() != query.dim() or tensor.shape[-1] != width:
@@ -134,6 +148,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "query, key and value must have the same batch size, key and value also the same length, "
                 f"but have shapes {shapes}"
             )
+        if cache is not None:
+            _check_cache(cache, query.shape[batch] if query.dim() == 3 else 1)
 
     def _check_masks(
         self,
@@ -209,11 +225,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         return k, v, mask
 
 
-def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int) -> Tensor | None:
+def _check_cache(cache: KeyValueCache, batch: int) -> None:
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"cache must be a KeyValueCache, but got {type(cache).__name__}")
+    if cache.key is not None and cache.key.shape[0] != batch:
+        raise RuntimeError(
+            f"cache holds keys of batch size {cache.key.shape[0]}, but query has {batch}; begin a new KeyValueCache"
+        )
+
+
+def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int) -> Tensor | None:
     if attn_mask is not None and attn_mask.dim() == 3:
-        attn_mask = attn_mask.unflatten(0, (batch, attn_mask.shape[0] // max(batch, 1)))
+        attn_mask = attn_mask.unflatten(0, (batch, heads))
     if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask.view(batch, 1, 1, -1)
+        key_padding_mask = key_padding_mask.view(batch, 1, 1, key_padding_mask.shape[-1])
     return merge_masks(attn_mask, key_padding_mask)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from myvision._arguments import check_number, check_tensor, is_integer
 from myvision._autocast import cast_to, register_autocast
 from myvision._autograd import register_autograd, register_second_derivative
 from myvision._overrides import overridable
@@ -28,6 +29,7 @@ _OPTIONS = 7
 
 Alignment = Literal["top_left", "bottom_right"]
 Window = int | tuple[int | None, int | None] | None
+_LARGEST_CAP = torch.finfo(torch.float32).max
 
 
 # fmt: off
@@ -90,13 +92,15 @@ def scaled_dot_product_attention(
         is_causal: query ``i`` sees the keys ``j <= i + shift``. Default: False.
         scale: factor of the products. Default: ``1 / sqrt(width)``.
         enable_gqa: query may have a multiple of the heads of key and value, each of which then serves as many
-            neighbouring heads; nothing is repeated in memory. Default: False.
+            neighbouring heads; nothing is repeated in memory, unless key and value differ in heads: then the one with
+            fewer is. Default: False.
         causal_alignment: where the diagonal of ``is_causal``, ``window`` and ``alibi_slopes`` lies: ``"top_left"``,
             query 0 beside key 0, as in torch, or ``"bottom_right"``, the last query beside the last key, as in decoding
             with a cache. Default: ``"top_left"``.
         window: ``(left, right)``: query ``i`` sees ``i + shift - left <= j <= i + shift + right``; None for no limit,
             one number for both. Default: no limit.
-        softcap: ``cap(x) = softcap * tanh(x / softcap)``. Default: no cap.
+        softcap: ``cap(x) = softcap * tanh(x / softcap)``. 0, infinity and what else lies beyond float32's range are no
+            cap. Default: no cap.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``, of float32: how fast scores fall with the distance. Without a
             gradient. Default: none.
         return_lse: return ``lse`` as well, ``log(sum over j of exp(score[i, j]))``, with which partial results can be
@@ -108,6 +112,7 @@ def scaled_dot_product_attention(
         ``(output, lse)``, ``lse`` being ``[..., heads, queries]`` of float32, or float64 for float64.
 
     Raises:
+        TypeError: an argument is no tensor or no number where it must be one.
         RuntimeError: shapes, dtypes or devices do not fit together, or an option is out of its range.
 
     Example::
@@ -123,6 +128,7 @@ def scaled_dot_product_attention(
     <https://arxiv.org/abs/1805.02867>`_, `GQA <https://arxiv.org/abs/2305.13245>`_, `Train Short, Test Long (ALiBi)
     <https://arxiv.org/abs/2108.12409>`_, `Longformer (windows) <https://arxiv.org/abs/2004.05150>`_.
     """
+    _check_types(dropout_p, softcap, query=query, key=key, value=value)
     check_probability("attention", dropout_p)
     _check_dimensions(query, key, value)
     _check_heads(query, key, enable_gqa)
@@ -130,9 +136,9 @@ def scaled_dot_product_attention(
     if not _have_one_batch_dimension(query, key, value):
         dims = max(query.dim(), key.dim(), value.dim())
         query, key, value, attn_mask, batch = _with_one_batch_dimension(query, key, value, attn_mask)
-    query, key, value = _with_equal_heads(query, key, value)
+    query, key, value = _with_equal_heads(query, key, value, enable_gqa)
     tensors = query, key, value, attn_mask, alibi_slopes, None, None, new_seed(query, dropout_p)
-    arguments = *tensors, dropout_p, is_causal, causal_alignment, *_window(window), scale, softcap or 0.0
+    arguments = *tensors, dropout_p, is_causal, causal_alignment, *_window(window), scale, _cap(softcap)
     output, lse = _with_lse(*arguments) if return_lse else (_attention(*arguments), None)
     if batch is not None:
         leading = () if dims == 2 else (*batch, output.shape[1])
@@ -195,6 +201,7 @@ def varlen_attention(
         ``[rows, heads, value width]``; with ``return_lse`` also ``lse``, ``[heads, rows]``.
 
     Raises:
+        TypeError: an argument is no tensor or no number where it must be one.
         RuntimeError: shapes, dtypes or devices do not fit together, an option is out of its range, or, on the CPU,
             ``cu_seqlens`` does not run from 0 to the number of rows without falling.
 
@@ -209,16 +216,34 @@ def varlen_attention(
 
     Papers: as for :func:`scaled_dot_product_attention`.
     """
+    tensors = {"query": query, "key": key, "value": value, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_types(dropout_p, softcap, **tensors)
     check_probability("attention", dropout_p)
     if query.dim() == key.dim() == 3:
         _check_heads(query.transpose(0, 1), key.transpose(0, 1), enable_gqa)
-    tensors = query, key, value, None, alibi_slopes, cu_seqlens_q, cu_seqlens_k, new_seed(query, dropout_p)
-    arguments = *tensors, dropout_p, is_causal, causal_alignment, *_window(window), scale, softcap or 0.0
+    inputs = query, key, value, None, alibi_slopes, cu_seqlens_q, cu_seqlens_k, new_seed(query, dropout_p)
+    arguments = *inputs, dropout_p, is_causal, causal_alignment, *_window(window), scale, _cap(softcap)
     return _with_lse(*arguments) if return_lse else _attention(*arguments)
 
 
 def _window(window: Window) -> tuple[int | None, int | None]:
-    return window if isinstance(window, tuple) else (window, window)
+    pair = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    if len(pair) != 2 or not all(side is None or is_integer(side) for side in pair):
+        raise TypeError(f"attention: window must be an int or a pair of ints or None, within int64, but is {window!r}")
+    return pair
+
+
+def _cap(softcap: float | None) -> float:
+    """0, no cap, for what is infinite in the kernel's float32, where it would give NaN."""
+    return 0.0 if softcap is None or softcap > _LARGEST_CAP else softcap
+
+
+def _check_types(dropout_p: float, softcap: float | None, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        check_tensor(f"attention: {name}", tensor)
+    check_number("attention: dropout_p", dropout_p)
+    if softcap is not None:
+        check_number("attention: softcap", softcap)
 
 
 def _check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -253,7 +278,7 @@ def _with_one_batch_dimension(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Sequence[int]]:
     """Of 4 dimensions, without a copy where their strides allow it; and the batch dimensions that they stood for."""
     rows = [tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value)]
-    batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in rows))
+    batch = _broadcast(*(tensor.shape[:-3] for tensor in rows))
     query, key, value = (
         tensor.expand(*batch, *tensor.shape[-3:]).reshape(batch.numel(), *tensor.shape[-3:]) for tensor in rows
     )
@@ -264,7 +289,17 @@ def _with_one_batch_dimension(
     return query, key, value, attn_mask, batch
 
 
-def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _broadcast(query: torch.Size, key: torch.Size, value: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(query, key, value)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "attention: query, key and value must have batch dimensions that broadcast, but query has "
+            f"{tuple(query)}, key {tuple(key)}, value {tuple(value)}"
+        ) from error
+
+
+def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Those with one head get more, as broadcasting would; the operator lets many heads of query share one of key."""
     heads = max(constant(key.shape[1]), constant(value.shape[1]))
     if heads == 1:
@@ -272,7 +307,13 @@ def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     query, key, value = (
         tensor.expand(-1, heads, -1, -1) if constant(tensor.shape[1]) == 1 else tensor for tensor in (query, key, value)
     )
-    return query, key, value
+    return (query, _with_heads(key, heads), _with_heads(value, heads)) if enable_gqa else (query, key, value)
+
+
+def _with_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Each head serves as many neighbouring ones; as it is where it has as many, or where they do not divide."""
+    own = constant(tensor.shape[1])
+    return tensor.repeat_interleave(heads // own, dim=1) if 0 < own < heads and heads % own == 0 else tensor
 
 
 # ---- what the operators return, and what they reject: the same as csrc/ops/attention/attention.cpp -------------------

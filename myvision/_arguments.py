@@ -1,0 +1,26 @@
+"""Arguments of a wrong type are told by name, before anything is asked of them."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(name: str, value: object) -> None:
+    """What stands in for a tensor, with ``__torch_function__``, is one too."""
+    if not (isinstance(value, Tensor) or hasattr(value, "__torch_function__")):
+        raise TypeError(f"{name} must be a tensor, but got {type(value).__name__}")
+
+
+def check_number(name: str, value: object) -> None:
+    if not isinstance(value, (Real, torch.SymInt, torch.SymFloat, Tensor)):
+        raise TypeError(f"{name} must be a number, but got {type(value).__name__}")
+
+
+def is_integer(value: object) -> bool:
+    """In graphs symbolic, or a tensor as under torch.jit.trace; of what the operators' int64 holds."""
+    if isinstance(value, Integral):
+        return -(2**63) <= value < 2**63  # type: ignore[operator]
+    return isinstance(value, (torch.SymInt, Tensor))
