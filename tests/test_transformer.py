@@ -398,3 +398,45 @@ def test_cache(batch_first: bool, norm_first: bool) -> None:
     cache, length = module.new_cache(), 1 if batch_first else 0
     steps = [module(step, memory, cache=cache, **hidden) for step in tokens.split([2, 1, 2], dim=length)]
     torch.testing.assert_close(torch.cat(steps, dim=length), expected)
+
+
+@pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerEncoder"])
+def test_an_encoder_without_input_raises(name: str) -> None:
+    with pytest.raises(TypeError, match="src must be a tensor, but got NoneType"):
+        make(ours, name, norm_first=True)(None)
+
+
+@pytest.mark.parametrize("name", ["TransformerDecoderLayer", "TransformerDecoder"])
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_decoder_without_input_raises(name: str, position: int) -> None:
+    given: list[Any] = [torch.zeros(BATCH, TARGET, WIDTH)] * 2
+    given[position] = None
+    with pytest.raises(TypeError, match=f"{['tgt', 'memory'][position]} must be a tensor, but got NoneType"):
+        make(ours, name, norm_first=True)(*given)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "message"),
+    [
+        ("TransformerDecoderLayer", 3, "cache must be a pair of KeyValueCache"),
+        ("TransformerDecoderLayer", (ours.KeyValueCache(),), "cache must be a pair of KeyValueCache"),
+        ("TransformerDecoderLayer", (1, 2), "cache must be a KeyValueCache, but got int"),
+        ("TransformerDecoder", 3, "cache must be a list of 2 pairs"),
+        ("TransformerDecoder", [(None, None)], "cache must be a list of 2 pairs"),
+        ("TransformerDecoder", [1, 2], "cache must be a pair of KeyValueCache"),
+    ],
+)
+def test_wrong_caches_raise(name: str, cache: Any, message: str) -> None:
+    x = torch.zeros(BATCH, TARGET, WIDTH)
+    with pytest.raises(TypeError, match=message):
+        make(ours, name)(x, x, cache=cache)
+
+
+def test_global_hooks_see_all_modules() -> None:
+    layer, seen = make(ours, "TransformerEncoderLayer"), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        layer(torch.zeros(BATCH, SOURCE, WIDTH))
+    finally:
+        handle.remove()
+    assert {layer.norm1, layer.norm2, layer.dropout1, layer.dropout2} <= set(seen)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from myvision.nn.attention import MultiheadAttention
 from myvision.nn.layer_norm import LayerNorm
@@ -48,4 +49,4 @@ def _is_plain(norm: LayerNorm) -> bool:
 def _has_hooks(module: nn.Module) -> bool:
     """Only a call of the module itself would run them."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(len(registered) > 0 for registered in hooks)
+    return any(len(registered) > 0 for registered in hooks) or bool(_has_any_global_hook())

@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from myvision._arguments import check_tensor
 from myvision.nn._masks import is_causal_mask
 from myvision.nn._transformer import add_norm, feed_forward, use_fused_modules
 from myvision.nn.attention import KeyValueCache
@@ -81,6 +82,10 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         *,
         cache: LayerCache | None = None,
     ) -> Tensor:
+        check_tensor("tgt", tgt)
+        check_tensor("memory", memory)
+        if cache is not None and not (isinstance(cache, (tuple, list)) and len(cache) == 2):
+            raise TypeError("cache must be a pair of KeyValueCache, of self-attention and of attention to the memory")
         own_cache, memory_cache = (None, None) if cache is None else cache
 
         def attend_to_itself(x: Tensor) -> Tensor:
@@ -165,6 +170,9 @@ class TransformerDecoder(nn.TransformerDecoder):
             "tgt_is_causal": is_causal_mask(tgt_mask) if tgt_is_causal is None else tgt_is_causal,
             "memory_is_causal": memory_is_causal,
         }
+        count = len(self.layers)
+        if cache is not None and not (isinstance(cache, (tuple, list)) and len(cache) == count):
+            raise TypeError(f"cache must be a list of {count} pairs, one for each layer, as new_cache() makes it")
         x = tgt
         for i, layer in enumerate(self.layers):
             x = layer(x, memory, **options, **({} if cache is None else {"cache": cache[i]}))

@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from myvision._arguments import check_tensor
 from myvision.nn._masks import is_causal_mask
 from myvision.nn._transformer import add_norm, feed_forward, use_fused_modules
 
@@ -72,6 +73,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
+        check_tensor("src", src)
         masks = src_mask, src_key_padding_mask, is_causal
         if self.norm_first:
             x, stream = add_norm(self._attend(self.norm1(src), *masks), src, self.dropout1, self.norm2)
