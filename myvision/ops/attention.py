@@ -189,7 +189,7 @@ def varlen_attention(
     Args:
         query: ``[rows, heads, width]``, of float64, float32, float16 or bfloat16 and any strides.
         key: ``[key rows, heads, width]``, of the same dtype.
-        value: ``[key rows, heads, value width]``.
+        value: ``[key rows, heads, value width]``, with the heads of key.
         cu_seqlens_q: ``[sequences + 1]``, of int32 or int64: 0, then where each sequence ends, at last ``rows``. On a
             GPU, where checking would mean waiting, what leaves the tensor is cut off, and rows of no sequence get 0.
         cu_seqlens_k: likewise for key and value.
