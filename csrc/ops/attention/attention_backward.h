@@ -38,32 +38,39 @@ class Backward {
   }
 
  private:
-  // A head's tile of queries, as rows too; and whether some of those are not finite.
+  // A head's tile of queries.
   struct Query {
     QueryTile<T> tile;
-    T *rows, *gradient_rows;
-    bool *is_bad, *is_gradient_bad;
+    FiniteRows<T> rows, gradients;
+  };
+  struct QueryBuffers {
+    QueryTile<T> tile;
+    T *rows, *gradients;
   };
   struct Scratch {
     PairScratch<T> pair;
-    KeyTile<T> key;
-    T *key_rows, *grad_key, *grad_value;  // the gradients: of all keys of a cut
+    KeyBuffers<T> keys;
+    T *finite_keys, *grad_key, *grad_value;  // the gradients: of all keys of a cut
+  };
+  // Where the gradients of a tile of keys are summed up.
+  struct KeySums {
+    KeyRange range;
+    T *grad_key, *grad_value;
   };
   // A tile of keys in work.
-  struct Keys {
-    KeyRange range;
-    bool is_bad;
-    T *grad_key, *grad_value;
+  struct Keys : KeySums {
+    KeyRows<T> rows;
+    FiniteRows<T> finite;
   };
 
   // ---- memory
-  Query carve_query(Carver<T>& memory) const {
-    return {pairs_.carve_queries(memory), memory.take(pairs_.queries.size * width_pitch_),
-            memory.take(pairs_.queries.size * value_pitch_), nullptr, nullptr};
+  QueryBuffers carve_query(Carver<T>& memory) const {
+    return {pairs_.carve_queries(memory), memory.take(pairs_.queries.size * pairs_.width_pitch),
+            memory.take(pairs_.queries.size * pairs_.value_pitch)};
   }
   Scratch carve_scratch(Carver<T>& memory) const {
-    return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory), memory.take(pairs_.keys.size * width_pitch_),
-            memory.take(cut_keys() * width_pitch_), memory.take(cut_keys() * value_pitch_)};
+    return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory), memory.take(pairs_.keys.size * pairs_.width_pitch),
+            memory.take(cut_keys() * pairs_.width_pitch), memory.take(cut_keys() * pairs_.value_pitch)};
   }
   int64_t cut_keys() const { return ceil_div(pairs_.keys.count, cuts_) * pairs_.keys.size; }
   int64_t query_size() const {
@@ -82,14 +89,7 @@ class Backward {
     Carver<T> memory{scratches_.template as<T>() + worker * scratch_size_};
     return carve_scratch(memory);
   }
-  Query query(int64_t slot, int64_t tile) const {
-    const int64_t number = slot * pairs_.queries.count + tile;
-    Carver<T> memory{queries_.template as<T>() + number * query_size_};
-    Query result = carve_query(memory);
-    result.is_bad = flags_.template as<bool>() + 2 * number;
-    result.is_gradient_bad = result.is_bad + 1;
-    return result;
-  }
+  Query* queries(int64_t slot) const { return queries_.template as<Query>() + slot * pairs_.queries.count; }
   // Of gradients of queries, as columns of panels.
   T* query_sums(int64_t slot, int64_t cut) const { return sums_.template as<T>() + (slot * cuts_ + cut) * sums_size(); }
 
@@ -97,20 +97,24 @@ class Backward {
   void pack_tile(const Head& head, int64_t tile, int64_t slot, const Scratch& own) const {
     const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
     if (n <= 0) return;
-    const Query to = query(slot, tile);
-    pack_rows(query_rows<const S>(p.query, head).from(q), n, p.width, to.rows, width_pitch_);
-    pack_rows(query_rows<const S>(grad_.output, head).from(q), n, p.value_width, to.gradient_rows, value_pitch_);
-    pairs_.pack_queries(head, q, n, Rows<const T>{to.rows, width_pitch_, 1},
-                        Rows<const T>{to.gradient_rows, value_pitch_, 1}, to.tile, own.pair);
-    *to.is_bad = clear_bad_rows(to.rows, width_pitch_, n, p.width);
-    *to.is_gradient_bad = clear_bad_rows(to.gradient_rows, value_pitch_, n, p.value_width);
+    Carver<T> memory{packed_.template as<T>() + (slot * pairs_.queries.count + tile) * query_size_};
+    const QueryBuffers to = carve_query(memory);
+    const auto near = [&](const Strided4& tensor, int64_t width, T* buffer, int64_t pitch) {
+      return near_rows(query_rows<const S>(tensor, head).from(q), n, width, buffer, pitch);
+    };
+    const NearRows<T> rows = near(p.query, p.width, to.rows, pairs_.width_pitch),
+                      gradients = near(grad_.output, p.value_width, to.gradients, pairs_.value_pitch);
+    pairs_.pack_queries(head, q, n, Rows<const T>{rows.data, rows.pitch, 1},
+                        Rows<const T>{gradients.data, gradients.pitch, 1}, to.tile, own.pair);
+    queries(slot)[tile] = {to.tile, finite_rows(rows, n, p.width, to.rows, pairs_.width_pitch),
+                           finite_rows(gradients, n, p.value_width, to.gradients, pairs_.value_pitch)};
   }
 
   void run_unit(int64_t unit, int64_t cut, int64_t worker) const {
     const Scratch own = scratch(worker);
     const int64_t b = unit / p.key_heads, first_head = unit % p.key_heads * group_;
-    std::fill_n(own.grad_key, cut_keys() * width_pitch_, T(0));
-    std::fill_n(own.grad_value, cut_keys() * value_pitch_, T(0));
+    std::fill_n(own.grad_key, cut_keys() * pairs_.width_pitch, T(0));
+    std::fill_n(own.grad_value, cut_keys() * pairs_.value_pitch, T(0));
     for (int64_t h = first_head; h < first_head + group_; ++h) {
       const Head head(p, b, h);
       const int64_t slot = cuts_ > 1 ? b * p.heads + h : worker;
@@ -119,21 +123,21 @@ class Backward {
       T* const sums = query_sums(slot, cut);
       std::fill_n(sums, sums_size(), T(0));
       for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_)
-        add_keys(head, tile, slot, keys_in_work(head, tile, own), sums, own);
+        add_keys(head, key_sums(head, tile, own), slot, sums, own);
       if (cuts_ == 1) store_queries(head, 0, head.sequence.queries, sums);
     }
     const Head head(p, b, first_head);
     for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_) {
-      const Keys keys = keys_in_work(head, tile, own);
-      store_keys(head, keys.range, keys.grad_key, width_pitch_, p.width, p.scale, grad_.key);
-      store_keys(head, keys.range, keys.grad_value, value_pitch_, p.value_width, 1, grad_.value);
+      const KeySums sums = key_sums(head, tile, own);
+      store_keys(head, sums.range, sums.grad_key, pairs_.width_pitch, p.width, p.scale, grad_.key);
+      store_keys(head, sums.range, sums.grad_value, pairs_.value_pitch, p.value_width, 1, grad_.value);
     }
   }
 
-  Keys keys_in_work(const Head& head, int64_t tile, const Scratch& own) const {
+  KeySums key_sums(const Head& head, int64_t tile, const Scratch& own) const {
     const int64_t first = tile / cuts_ * pairs_.keys.size;
-    return {pairs_.keys_of_tile(head, tile), false, own.grad_key + first * width_pitch_,
-            own.grad_value + first * value_pitch_};
+    return {pairs_.keys_of_tile(head, tile), own.grad_key + first * pairs_.width_pitch,
+            own.grad_value + first * pairs_.value_pitch};
   }
 
   void store_keys(const Head& head, KeyRange range, T* sums, int64_t pitch, int64_t width, double factor,
@@ -156,19 +160,18 @@ class Backward {
   }
 
   // A tile of keys and all queries that see it.
-  void add_keys(const Head& head, int64_t tile, int64_t slot, Keys keys, T* sums, const Scratch& own) const {
-    const int64_t count = keys.range.last - keys.range.first;
+  void add_keys(const Head& head, const KeySums& key_sums, int64_t slot, T* sums, const Scratch& own) const {
+    const int64_t count = key_sums.range.last - key_sums.range.first;
     if (count <= 0) return;
-    pack_rows(key_rows<const S>(p.key, head).from(keys.range.first), count, p.width, own.key_rows, width_pitch_);
-    pairs_.pack_keys(head, keys.range, Rows<const T>{own.key_rows, width_pitch_, 1}, own.key);
-    keys.is_bad = clear_bad_rows(own.key_rows, width_pitch_, count, p.width);
+    const KeyRows<T> rows = pairs_.near_keys(head, key_sums.range, own.keys);
+    const Keys keys{key_sums, rows, finite_rows(rows.keys, count, p.width, own.finite_keys, pairs_.width_pitch)};
     if (grad_.key.data) fetch_rows(key_rows<S>(grad_.key, head).from(keys.range.first), count, p.width);
     if (grad_.value.data) fetch_rows(key_rows<S>(grad_.value, head).from(keys.range.first), count, p.value_width);
     for (int64_t t = 0; t < pairs_.queries.count; ++t) {
       const int64_t q = t * pairs_.queries.size, n = pairs_.queries_of_tile(head, t);
       if (n <= 0) break;
       const KeyRange seen = head.keys_of_any(p, q, n, keys.range);
-      if (seen.first < seen.last) add_pairs(head, q, n, keys, query(slot, t), sums + q * p.width, own);
+      if (seen.first < seen.last) add_pairs(head, q, n, keys, queries(slot)[t], sums + q * p.width, own);
     }
   }
 
@@ -181,7 +184,7 @@ class Backward {
       const KeyRange range = head.keys_of_any(p, q + lane, lanes, keys.range);
       if (grad_.query.data && head.all_seen(p, q + lane, lanes, keys.range))
         fetch_rows(query_rows<S>(grad_.query, head).from(q + lane), lanes, p.width);
-      pairs_.template run<true>(head, q, n, lane, range, keys.range.first, query.tile, own.key, own.pair);
+      pairs_.template run<true>(head, q, n, lane, range, keys.range.first, query.tile, keys.rows, own.pair);
       add_to_queries(head, q + lane, lane, lanes, range, keys, sums + lane * p.width, own);
       seen[panel] = fill_chunks(range, lane, keys, own);
     }
@@ -229,9 +232,9 @@ class Backward {
     const int64_t count = range.last - range.first, skipped = range.first - keys.range.first;
     if (count <= 0 || !grad_.query.data) return;
     const T* const gradients = own.pair.gradients + skipped * pairs_.query_pitch + lane;
-    gemm_panel<T>({own.key_rows + skipped * width_pitch_, 1, width_pitch_}, {gradients, pairs_.query_pitch}, p.width,
-                  count, sums, kLanes, true);
-    if (keys.is_bad)
+    gemm_panel<T>(keys.finite.columns_from(skipped), {gradients, pairs_.query_pitch}, p.width, count, sums, kLanes,
+                  true);
+    if (keys.finite.has_bad)
       add_bad_rows({gradients, 1, pairs_.query_pitch}, key_rows<const S>(p.key, head).from(range.first), n, count,
                    p.width, Rows<T>{sums, 1, kLanes}, [&](int64_t query, int64_t key) {
                      return own.pair.modify.sees(head, i + query, range.first + key);
@@ -243,23 +246,22 @@ class Backward {
                    const Query& query, const Scratch& own) const {
     const int64_t at = range.first * pairs_.query_pitch + lane, count = range.last - range.first;
     if (n <= 0) return;
-    const auto add = [&](const T* left, const T* rows, bool has_bad, const Strided4& tensor, int64_t pitch,
-                         int64_t width, T* sums) {
+    const auto add = [&](const T* left, const FiniteRows<T>& rows, const Strided4& tensor, int64_t width, T* sums,
+                         int64_t pitch) {
       const GemmLeft<T> a{left + at, pairs_.query_pitch, 1};
       T* const to = sums + range.first * pitch;
       for (int64_t e = 0; e < width; e += kLanes)
-        gemm_panel<T>(a, {rows + lane * pitch + e, pitch}, count, n, to + e, pitch, true);
-      if (has_bad)
+        gemm_panel<T>(a, {rows.data + lane * rows.pitch + e, rows.pitch}, count, n, to + e, pitch, true);
+      if (rows.has_bad)
         add_bad_rows(a, query_rows<const S>(tensor, head).from(i), count, n, width, Rows<T>{to, pitch, 1},
                      [&](int64_t key, int64_t query) {
                        return own.pair.modify.sees(head, i + query, keys.range.first + range.first + key);
                      });
     };
     if (grad_.value.data)
-      add(own.pair.weights, query.gradient_rows, *query.is_gradient_bad, grad_.output, value_pitch_, p.value_width,
-          keys.grad_value);
+      add(own.pair.weights, query.gradients, grad_.output, p.value_width, keys.grad_value, pairs_.value_pitch);
     if (grad_.key.data)
-      add(own.pair.gradients, query.rows, *query.is_bad, p.query, width_pitch_, p.width, keys.grad_key);
+      add(own.pair.gradients, query.rows, p.query, p.width, keys.grad_key, pairs_.width_pitch);
   }
 
   void add_cuts(const Head& head, int64_t tile, int64_t slot) const {
@@ -286,15 +288,13 @@ class Backward {
   const AttentionGradients& grad_;
   const Pairs<S> pairs_;
   const int64_t group_ = p.heads / p.key_heads, units_ = p.batch * p.key_heads;
-  const int64_t width_pitch_ = padded_row(round_up(p.width, kLanes)),
-                value_pitch_ = padded_row(round_up(p.value_width, kLanes));
   const int64_t cuts_ = number_of_cuts(), workers_ = std::min(num_threads(), units_* cuts_);
   const int64_t slots_ = cuts_ > 1 ? p.batch * p.heads : workers_;
   const int64_t query_size_ = query_size(), scratch_size_ = scratch_size();
-  const Workspace queries_{int64_t(slots_ * pairs_.queries.count * query_size_ * sizeof(T))};
+  const Workspace queries_{int64_t(slots_ * pairs_.queries.count * sizeof(Query))};
+  const Workspace packed_{int64_t(slots_ * pairs_.queries.count * query_size_ * sizeof(T))};
   const Workspace sums_{int64_t(slots_ * cuts_ * sums_size() * sizeof(T))};
   const Workspace scratches_{int64_t(workers_ * scratch_size_ * sizeof(T))};
-  const Workspace flags_{2 * slots_ * pairs_.queries.count};
 };
 
 // The gradient of the mask, in a pass of its own: a tile of it is the sum over all that share its elements.
@@ -324,7 +324,7 @@ class MaskGradient {
  private:
   struct Scratch {
     QueryTile<T> query;
-    KeyTile<T> key;
+    KeyBuffers<T> keys;
     PairScratch<T> pair;
     T* sums;  // [key][query], or where some are repeated only the first
   };
@@ -353,11 +353,11 @@ class MaskGradient {
     const int64_t q = query_tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, query_tile);
     const KeyRange keys = pairs_.keys_of_tile(head, key_tile), any = head.keys_of_any(p, q, n, keys);
     if (any.first >= any.last) return;
-    pairs_.pack_keys(head, keys, key_rows<const S>(p.key, head).from(keys.first), own.key);
+    const KeyRows<T> rows = pairs_.near_keys(head, keys, own.keys);
     for (int64_t lane = 0; lane < n; lane += kLanes) {
       const int64_t lanes = std::min(kLanes, n - lane);
       const KeyRange seen = head.keys_of_any(p, q + lane, lanes, keys);
-      pairs_.template run<false>(head, q, n, lane, seen, keys.first, own.query, own.key, own.pair);
+      pairs_.template run<false>(head, q, n, lane, seen, keys.first, own.query, rows, own.pair);
       for (int64_t j = seen.first - keys.first; j < seen.last - keys.first; ++j) {
         const T* const from = own.pair.gradients + j * pairs_.query_pitch + lane;
         T* const to = own.sums + (own_[3] ? j * pairs_.query_pitch : 0) + (own_[2] ? lane : 0);

@@ -15,10 +15,16 @@ struct QueryTile {
   T *columns, *gradient_columns, *peak, *log_total, *delta;
 };
 
-// Keys and values as columns.
+// A tile of keys and of their values.
 template <typename T>
-struct KeyTile {
-  T *columns, *value_columns;
+struct KeyRows {
+  NearRows<T> keys, values;
+};
+
+// Memory for those that do not lie next to each other.
+template <typename T>
+struct KeyBuffers {
+  T *keys, *values;
 };
 
 // Scratch of a worker: dropped probabilities and gradients of scores as [key][query].
@@ -33,15 +39,14 @@ class Pairs {
  public:
   static constexpr int64_t kLanes = GemmTile<T>::kCols;
 
-  Pairs(const AttentionParams& params, const AttentionGradients& gradients)
-      : lengths(params), p(params), grad_(gradients) {}
+  Pairs(const AttentionParams& params, const AttentionGradients& gradients) : p(params), grad_(gradients) {}
 
   QueryTile<T> carve_queries(Carver<T>& memory) const {
     return {memory.take(p.width * query_pitch), memory.take(p.value_width * query_pitch), memory.take(query_pitch),
             memory.take(query_pitch), memory.take(query_pitch)};
   }
-  KeyTile<T> carve_keys(Carver<T>& memory) const {
-    return {memory.take(p.width * key_pitch), memory.take(p.value_width * key_pitch)};
+  KeyBuffers<T> carve_keys(Carver<T>& memory) const {
+    return {memory.take(keys.size * width_pitch), memory.take(keys.size * value_pitch)};
   }
   PairScratch<T> carve_scratch(Carver<T>& memory) const {
     const int64_t size = keys.size * query_pitch;
@@ -55,6 +60,7 @@ class Pairs {
   template <typename In>
   void pack_queries(const Head& head, int64_t q, int64_t n, Rows<const In> rows, Rows<const In> gradients,
                     const QueryTile<T>& to, const PairScratch<T>& own) const {
+    fetch_rows(query_rows<const S>(p.output, head).from(q), n, p.value_width);
     pack_columns(rows, n, p.width, to.columns, query_pitch, static_cast<T>(p.scale));
     pack_columns(gradients, n, p.value_width, to.gradient_columns, query_pitch);
     for (int64_t i = 0; i < n; ++i) {
@@ -65,12 +71,11 @@ class Pairs {
     }
   }
 
-  // Keys `range`, which are these rows, and their values.
-  template <typename In>
-  void pack_keys(const Head& head, KeyRange range, Rows<const In> rows, const KeyTile<T>& to) const {
+  KeyRows<T> near_keys(const Head& head, KeyRange range, const KeyBuffers<T>& own) const {
     const int64_t n = range.last - range.first;
-    pack_columns(rows, n, p.width, to.columns, key_pitch);
-    pack_columns(key_rows<const S>(p.value, head).from(range.first), n, p.value_width, to.value_columns, key_pitch);
+    fetch_rows(key_rows<const S>(p.value, head).from(range.first), n, p.value_width);
+    return {near_rows(key_rows<const S>(p.key, head).from(range.first), n, p.width, own.keys, width_pitch),
+            near_rows(key_rows<const S>(p.value, head).from(range.first), n, p.value_width, own.values, value_pitch)};
   }
 
   KeyRange keys_of_tile(const Head& head, int64_t tile) const {
@@ -85,16 +90,15 @@ class Pairs {
   // scores, or, where BEFORE_CAP, of what the softcap gets.
   template <bool BEFORE_CAP>
   void run(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange seen, int64_t first_key,
-           const QueryTile<T>& query, const KeyTile<T>& key, const PairScratch<T>& own) const {
+           const QueryTile<T>& query, const KeyRows<T>& rows, const PairScratch<T>& own) const {
     const int64_t count = seen.last - seen.first, skipped = seen.first - first_key, lanes = std::min(kLanes, n - lane);
     if (count <= 0) return;
     T* const s = own.weights + skipped * query_pitch + lane;
     T* const g = own.gradients + skipped * query_pitch + lane;
     T* const slopes = own.slopes ? own.slopes + skipped * query_pitch + lane : nullptr;
-    gemm_panel<T>({key.columns + skipped, 1, key_pitch}, {query.columns + lane, query_pitch}, count, p.width, s,
+    gemm_panel<T>(rows.keys.from(skipped), {query.columns + lane, query_pitch}, count, p.width, s, query_pitch, false);
+    gemm_panel<T>(rows.values.from(skipped), {query.gradient_columns + lane, query_pitch}, count, p.value_width, g,
                   query_pitch, false);
-    gemm_panel<T>({key.value_columns + skipped, 1, key_pitch}, {query.gradient_columns + lane, query_pitch}, count,
-                  p.value_width, g, query_pitch, false);
     own.modify.finish(head, q + lane, lanes, seen, s, query_pitch, slopes);
     if (p.dropout_p > 0)
       differentiate<true>(count, s, g, query, lane, own.modify.dropout(head, q + lane, lanes, seen));
@@ -105,10 +109,16 @@ class Pairs {
         for (int64_t i = 0; i < kLanes; ++i) g[j * query_pitch + i] *= slopes[j * query_pitch + i];
   }
 
-  const Lengths lengths;
-  const Tiling queries{lengths.queries, kBackwardQueries, kLanes},
-      keys{lengths.keys, kBackwardKeys, GemmTile<T>::kRows};
-  const int64_t query_pitch = padded_row(queries.size), key_pitch = padded_row(keys.size);
+ private:
+  const AttentionParams& p;
+  const AttentionGradients& grad_;
+  const Lengths lengths_{p};
+
+ public:
+  const Tiling queries{lengths_.queries, kBackwardQueries, kLanes},
+      keys{lengths_.keys, kBackwardKeys, GemmTile<T>::kRows};
+  const int64_t query_pitch = padded_row(queries.size), width_pitch = padded_row(round_up(p.width, kLanes)),
+                value_pitch = padded_row(round_up(p.value_width, kLanes));
 
  private:
   static constexpr T kPreciseLse = 1 << 14;  // beyond, probabilities made of it are off by 0.1 %
@@ -171,9 +181,6 @@ class Pairs {
       }
     }
   }
-
-  const AttentionParams& p;
-  const AttentionGradients& grad_;
 };
 
 }  // namespace myvision::CPU_CAPABILITY

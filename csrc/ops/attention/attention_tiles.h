@@ -130,6 +130,27 @@ inline void pack_rows(Rows<S> from, int64_t n, int64_t width, T* to, int64_t pit
     for (int64_t i = 0; i < n; ++i) std::fill(to + i * pitch + width, to + i * pitch + columns, T(0));
 }
 
+// Rows of a matrix next to each other, or nearly.
+template <typename T>
+struct NearRows {
+  const T* data;
+  int64_t pitch;
+
+  // In a product, rows from number i on; or, as columns of it.
+  GemmLeft<T> from(int64_t i) const { return {data + i * pitch, pitch, 1}; }
+  GemmLeft<T> columns_from(int64_t i) const { return {data + i * pitch, 1, pitch}; }
+};
+
+// n rows where they lie, if that is next to each other; or a packed copy.
+template <typename T, typename S>
+inline NearRows<T> near_rows(Rows<const S> from, int64_t n, int64_t width, T* buffer, int64_t pitch) {
+  if constexpr (std::is_same_v<S, T>) {
+    if (from.step == 1 && from.row == width && width % GemmTile<T>::kCols == 0) return {from.data, width};
+  }
+  pack_rows(from, n, width, buffer, pitch);
+  return {buffer, pitch};
+}
+
 // to[e * pitch + i] = from[i][e] * factor
 template <typename T, typename S>
 inline void pack_columns(Rows<S> from, int64_t n, int64_t width, T* to, int64_t pitch, T factor = 1) {
@@ -152,8 +173,8 @@ inline void unpack_columns(const T* from, int64_t pitch, int64_t n, int64_t widt
 }
 
 // ------------------------------------------------------------------------------------------------ NaN and infinity
-// In a product, 0 * NaN would bring a row to those that do not see it. So such rows are packed as zeros, and then added
-// one by one.
+// In a product, 0 * NaN would bring a row to those that do not see it. So such rows are zeros there, and then added one
+// by one.
 template <typename T>
 inline bool is_finite(const T* row, int64_t n) {
   Vec<T> sum(T(0));  // NaN once anything was not finite
@@ -161,16 +182,23 @@ inline bool is_finite(const T* row, int64_t n) {
   return sum_lanes(sum) == 0;
 }
 
-// Clears the packed rows that are not finite; whether there was one.
+// Rows of which some may have been replaced with zeros, since they are not finite.
 template <typename T>
-inline bool clear_bad_rows(T* rows, int64_t pitch, int64_t n, int64_t width) {
-  bool found = false;
-  for (int64_t i = 0; i < n; ++i) {
-    if (is_finite(rows + i * pitch, width)) continue;
-    found = true;
-    std::fill_n(rows + i * pitch, width, T(0));
-  }
-  return found;
+struct FiniteRows : NearRows<T> {
+  bool has_bad;
+};
+
+// The rows themselves if they are finite, or else a copy.
+template <typename T>
+inline FiniteRows<T> finite_rows(NearRows<T> rows, int64_t n, int64_t width, T* buffer, int64_t pitch) {
+  const auto is_good = [&](int64_t i) { return is_finite(rows.data + i * rows.pitch, width); };
+  int64_t good = 0;
+  while (good < n && is_good(good)) ++good;
+  if (good == n) return {rows, false};
+  pack_rows(Rows<const T>{rows.data, rows.pitch, 1}, n, width, buffer, pitch);
+  for (int64_t i = good; i < n; ++i)
+    if (!is_good(i)) std::fill_n(buffer + i * pitch, width, T(0));
+  return {{buffer, pitch}, true};
 }
 
 // c[i] += a[i][j] * b[j] of those rows j, where sees(i, j).
