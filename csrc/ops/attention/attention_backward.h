@@ -5,9 +5,10 @@
 //   grad value += P x grad output,  grad key += dS x query,  grad query^T += key^T x dS,
 // the last panel by panel of queries, and the others for runs of keys that the same panels see.
 // A unit, all heads that share a key head, is cut into several tasks where there are few units: tile k of the keys
-// belongs to cut k % cuts. Each cut has sums of its own for the queries, which are added up in order.
+// belongs to cut k % cuts. Each cut has sums of its own for the queries, which are added up in order. Where the mask's
+// gradient is wanted, units that share elements of it belong to one task, or to one of few.
 #pragma once
-#include "ops/attention/attention_pairs.h"
+#include "ops/attention/attention_mask_gradient.h"
 
 namespace myvision::CPU_CAPABILITY {
 
@@ -19,7 +20,7 @@ class Backward {
 
  public:
   Backward(const AttentionParams& params, const AttentionGradients& gradients)
-      : p(params), grad_(gradients), pairs_(params, gradients) {}
+      : p(params), grad_(gradients), pairs_(params, gradients), mask_(params, gradients, pairs_) {}
 
   void run() const {
     const int64_t tiles = pairs_.queries.count;
@@ -28,13 +29,18 @@ class Backward {
         const int64_t slot = task / tiles;
         pack_tile(Head(p, slot / p.heads, slot % p.heads), task % tiles, slot, scratch(worker));
       });
-    parallel_tasks(workers_, units_ * cuts_,
-                   [&](int64_t task, int64_t worker) { run_unit(task / cuts_, task % cuts_, worker); });
+    parallel_tasks(workers_, tasks_, [&](int64_t task, int64_t worker) {
+      const int64_t set = task / cuts_ / mask_.groups(), group = task / cuts_ % mask_.groups();
+      mask_.clear(set, group, task % cuts_, cuts_);
+      for (int64_t i = group; i < mask_.units_of_set(); i += mask_.groups())
+        run_unit(mask_.unit(set, i), group, task % cuts_, worker);
+    });
     if (cuts_ > 1 && grad_.query.data)
       parallel_tasks(workers_, p.batch * p.heads * tiles, [&](int64_t task, int64_t) {
         const int64_t slot = task / tiles;
         add_cuts(Head(p, slot / p.heads, slot % p.heads), task % tiles, slot);
       });
+    mask_.store();
   }
 
  private:
@@ -110,7 +116,7 @@ class Backward {
                            finite_rows(gradients, n, p.value_width, to.gradients, pairs_.value_pitch)};
   }
 
-  void run_unit(int64_t unit, int64_t cut, int64_t worker) const {
+  void run_unit(int64_t unit, int64_t group, int64_t cut, int64_t worker) const {
     const Scratch own = scratch(worker);
     const int64_t b = unit / p.key_heads, first_head = unit % p.key_heads * group_;
     std::fill_n(own.grad_key, cut_keys() * pairs_.width_pitch, T(0));
@@ -123,7 +129,7 @@ class Backward {
       T* const sums = query_sums(slot, cut);
       std::fill_n(sums, sums_size(), T(0));
       for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_)
-        add_keys(head, key_sums(head, tile, own), slot, sums, own);
+        add_keys(head, key_sums(head, tile, own), slot, group, sums, own);
       if (cuts_ == 1) store_queries(head, 0, head.sequence.queries, sums);
     }
     const Head head(p, b, first_head);
@@ -160,7 +166,8 @@ class Backward {
   }
 
   // A tile of keys and all queries that see it.
-  void add_keys(const Head& head, const KeySums& key_sums, int64_t slot, T* sums, const Scratch& own) const {
+  void add_keys(const Head& head, const KeySums& key_sums, int64_t slot, int64_t group, T* sums,
+                const Scratch& own) const {
     const int64_t count = key_sums.range.last - key_sums.range.first;
     if (count <= 0) return;
     const KeyRows<T> rows = pairs_.near_keys(head, key_sums.range, own.keys);
@@ -171,11 +178,11 @@ class Backward {
       const int64_t q = t * pairs_.queries.size, n = pairs_.queries_of_tile(head, t);
       if (n <= 0) break;
       const KeyRange seen = head.keys_of_any(p, q, n, keys.range);
-      if (seen.first < seen.last) add_pairs(head, q, n, keys, queries(slot)[t], sums + q * p.width, own);
+      if (seen.first < seen.last) add_pairs(head, q, n, keys, queries(slot)[t], group, sums + q * p.width, own);
     }
   }
 
-  void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, T* sums,
+  void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, int64_t group, T* sums,
                  const Scratch& own) const {
     KeyRange seen[kBackwardQueries / kLanes];  // by a panel of queries, in whole chunks
     const int64_t panels = ceil_div(n, kLanes);
@@ -184,7 +191,10 @@ class Backward {
       const KeyRange range = head.keys_of_any(p, q + lane, lanes, keys.range);
       if (grad_.query.data && head.all_seen(p, q + lane, lanes, keys.range))
         fetch_rows(query_rows<S>(grad_.query, head).from(q + lane), lanes, p.width);
-      pairs_.template run<true>(head, q, n, lane, range, keys.range.first, query.tile, keys.rows, own.pair);
+      pairs_.run(head, q, n, lane, range, keys.range.first, query.tile, keys.rows, own.pair);
+      mask_.add(head, group, q + lane, lanes, range,
+                own.pair.gradients + (range.first - keys.range.first) * pairs_.query_pitch + lane);
+      pairs_.uncap(lane, range, keys.range.first, own.pair);
       add_to_queries(head, q + lane, lane, lanes, range, keys, sums + lane * p.width, own);
       seen[panel] = fill_chunks(range, lane, keys, own);
     }
@@ -279,16 +289,19 @@ class Backward {
   // A matter of the shapes alone. Sums of the queries take memory for each cut.
   int64_t number_of_cuts() const {
     constexpr int64_t kEnoughTasks = 16, kSumsBytes = int64_t(16) << 20;
+    if (!mask_.has_keys()) return 1;
     const int64_t bytes = p.batch * p.heads * sums_size() * int64_t(sizeof(T));
-    return std::clamp(std::min(kEnoughTasks / units_, kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
+    return std::clamp(std::min(kEnoughTasks / (mask_.sets() * mask_.groups()), kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
                       std::max(pairs_.keys.count, int64_t(1)));
   }
 
   const AttentionParams& p;
   const AttentionGradients& grad_;
   const Pairs<S> pairs_;
-  const int64_t group_ = p.heads / p.key_heads, units_ = p.batch * p.key_heads;
-  const int64_t cuts_ = number_of_cuts(), workers_ = std::min(num_threads(), units_* cuts_);
+  const MaskGradient<S> mask_;
+  const int64_t group_ = p.heads / p.key_heads;
+  const int64_t cuts_ = number_of_cuts(), tasks_ = mask_.sets() * mask_.groups() * cuts_;
+  const int64_t workers_ = std::min(num_threads(), tasks_);
   const int64_t slots_ = cuts_ > 1 ? p.batch * p.heads : workers_;
   const int64_t query_size_ = query_size(), scratch_size_ = scratch_size();
   const Workspace queries_{int64_t(slots_ * pairs_.queries.count * sizeof(Query))};
@@ -297,101 +310,9 @@ class Backward {
   const Workspace scratches_{int64_t(workers_ * scratch_size_ * sizeof(T))};
 };
 
-// The gradient of the mask, in a pass of its own: a tile of it is the sum over all that share its elements.
-template <typename S, typename T = Compute<S>>
-class MaskGradient {
-  static constexpr int64_t kLanes = GemmTile<T>::kCols;
-
- public:
-  MaskGradient(const AttentionParams& params, const AttentionGradients& gradients)
-      : p(params), grad_(gradients), pairs_(params, gradients) {}
-
-  void run() const {
-    const int64_t heads = own_[1] ? p.heads : 1, batch = own_[0] ? p.batch : 1;
-    const int64_t query_tiles = own_[2] ? pairs_.queries.count : 1, key_tiles = own_[3] ? pairs_.keys.count : 1;
-    const int64_t tasks = batch * heads * query_tiles * key_tiles, workers = std::min(num_threads(), tasks);
-    Carver<T> count;
-    carve(count);
-    const Workspace memory(workers * count.used * sizeof(T));
-    parallel_tasks(workers, tasks, [&](int64_t task, int64_t worker) {
-      Carver<T> own{memory.template as<T>() + worker * count.used};
-      const int64_t key = task % key_tiles, query = task / key_tiles % query_tiles,
-                    head = task / key_tiles / query_tiles % heads, b = task / key_tiles / query_tiles / heads;
-      run_task(b, head, query, key, carve(own));
-    });
-  }
-
- private:
-  struct Scratch {
-    QueryTile<T> query;
-    KeyBuffers<T> keys;
-    PairScratch<T> pair;
-    T* sums;  // [key][query], or where some are repeated only the first
-  };
-  Scratch carve(Carver<T>& memory) const {
-    return {pairs_.carve_queries(memory), pairs_.carve_keys(memory), pairs_.carve_scratch(memory),
-            memory.take(pairs_.keys.size * pairs_.query_pitch)};
-  }
-
-  // Where a dimension is repeated, all of it belongs to the task.
-  void run_task(int64_t b, int64_t head, int64_t query_tile, int64_t key_tile, const Scratch& own) const {
-    std::fill_n(own.sums, pairs_.keys.size * pairs_.query_pitch, T(0));
-    const auto end = [&](int dim, int64_t first, int64_t all) { return own_[dim] ? first + 1 : all; };
-    for (int64_t i = b; i < end(0, b, p.batch); ++i)
-      for (int64_t h = head; h < end(1, head, p.heads); ++h)
-        for (int64_t q = query_tile; q < end(2, query_tile, pairs_.queries.count); ++q) {
-          const Head at(p, i, h);
-          const int64_t first = q * pairs_.queries.size;
-          pairs_.pack_queries(at, first, pairs_.queries_of_tile(at, q), query_rows<const S>(p.query, at).from(first),
-                              query_rows<const S>(grad_.output, at).from(first), own.query, own.pair);
-          for (int64_t k = key_tile; k < end(3, key_tile, pairs_.keys.count); ++k) add_pairs(at, q, k, own);
-        }
-    store(b, head, query_tile, key_tile, own.sums);
-  }
-
-  void add_pairs(const Head& head, int64_t query_tile, int64_t key_tile, const Scratch& own) const {
-    const int64_t q = query_tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, query_tile);
-    const KeyRange keys = pairs_.keys_of_tile(head, key_tile), any = head.keys_of_any(p, q, n, keys);
-    if (any.first >= any.last) return;
-    const KeyRows<T> rows = pairs_.near_keys(head, keys, own.keys);
-    for (int64_t lane = 0; lane < n; lane += kLanes) {
-      const int64_t lanes = std::min(kLanes, n - lane);
-      const KeyRange seen = head.keys_of_any(p, q + lane, lanes, keys);
-      pairs_.template run<false>(head, q, n, lane, seen, keys.first, own.query, rows, own.pair);
-      for (int64_t j = seen.first - keys.first; j < seen.last - keys.first; ++j) {
-        const T* const from = own.pair.gradients + j * pairs_.query_pitch + lane;
-        T* const to = own.sums + (own_[3] ? j * pairs_.query_pitch : 0) + (own_[2] ? lane : 0);
-        for (int64_t i = 0; i < lanes; ++i) to[own_[2] ? i : 0] += from[i];
-      }
-    }
-  }
-
-  void store(int64_t b, int64_t head, int64_t query_tile, int64_t key_tile, const T* sums) const {
-    const int64_t q = query_tile * pairs_.queries.size, k = key_tile * pairs_.keys.size;
-    const int64_t n = own_[2] ? std::min(pairs_.queries.size, p.queries - q) : 1;
-    const int64_t count = own_[3] ? std::min(pairs_.keys.size, p.keys - k) : 1;
-    with_type(p.mask_dtype, [&](auto* type) {
-      using M = std::remove_pointer_t<decltype(type)>;
-      const int64_t* stride = grad_.mask.stride;
-      M* const to = static_cast<M*>(grad_.mask.data) + b * stride[0] + head * stride[1] + q * stride[2] + k * stride[3];
-      for (int64_t i = 0; i < n; ++i)
-        for (int64_t j = 0; j < count; ++j)
-          to[i * stride[2] + j * stride[3]] = static_cast<M>(sums[j * pairs_.query_pitch + i]);
-    });
-  }
-
-  const AttentionParams& p;
-  const AttentionGradients& grad_;
-  const Pairs<S> pairs_;
-  // Of batch, heads, queries, keys: whether the mask's elements are not repeated along it.
-  const bool own_[4] = {grad_.mask.stride[0] != 0, grad_.mask.stride[1] != 0, grad_.mask.stride[2] != 0,
-                        grad_.mask.stride[3] != 0};
-};
-
 template <typename S>
 void run_backward(const AttentionParams& p, const AttentionGradients& gradients) {
-  if (gradients.query.data || gradients.key.data || gradients.value.data) Backward<S>(p, gradients).run();
-  if (gradients.mask.data) MaskGradient<S>(p, gradients).run();
+  Backward<S>(p, gradients).run();
 }
 
 }  // namespace myvision::CPU_CAPABILITY

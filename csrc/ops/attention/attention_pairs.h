@@ -86,9 +86,8 @@ class Pairs {
     return std::clamp(head.sequence.queries - tile * queries.size, int64_t(0), queries.size);
   }
 
-  // For the panel of queries from `lane` of a tile on, and keys of a tile: dropped probabilities and the gradients of
-  // scores, or, where BEFORE_CAP, of what the softcap gets.
-  template <bool BEFORE_CAP>
+  // For the panel of queries from `lane` of a tile on, and keys of a tile: dropped probabilities, the gradients of
+  // scores, and the slopes of the softcap.
   void run(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange seen, int64_t first_key,
            const QueryTile<T>& query, const KeyRows<T>& rows, const PairScratch<T>& own) const {
     const int64_t count = seen.last - seen.first, skipped = seen.first - first_key, lanes = std::min(kLanes, n - lane);
@@ -104,9 +103,14 @@ class Pairs {
       differentiate<true>(count, s, g, query, lane, own.modify.dropout(head, q + lane, lanes, seen));
     else
       differentiate<false>(count, s, g, query, lane, nullptr);
-    if (BEFORE_CAP && slopes)
-      for (int64_t j = 0; j < count; ++j)
-        for (int64_t i = 0; i < kLanes; ++i) g[j * query_pitch + i] *= slopes[j * query_pitch + i];
+  }
+
+  // Turns the gradients of scores into those of what the softcap gets.
+  void uncap(int64_t lane, KeyRange seen, int64_t first_key, const PairScratch<T>& own) const {
+    if (!own.slopes) return;
+    for (int64_t j = seen.first - first_key; j < seen.last - first_key; ++j)
+      for (int64_t i = lane; i < lane + kLanes; ++i)
+        own.gradients[j * query_pitch + i] *= own.slopes[j * query_pitch + i];
   }
 
  private:

@@ -1,0 +1,127 @@
+// The gradient of the mask on the CPU. Compiled once per instruction set.
+//
+// An element of it is the sum over all scores that share it, and of several units (see attention_backward.h) where the
+// mask is repeated along batch or heads. Those are a set, which is dealt out to groups: each has sums of its own, which
+// are added up in order.
+#pragma once
+#include "ops/attention/attention_pairs.h"
+
+namespace myvision::CPU_CAPABILITY {
+
+template <typename S, typename T = Compute<S>>
+class MaskGradient {
+  static constexpr int64_t kLanes = GemmTile<T>::kCols;
+
+ public:
+  MaskGradient(const AttentionParams& params, const AttentionGradients& gradients, const Pairs<S>& pairs)
+      : p(params), grad_(gradients.mask), pairs_(pairs) {}
+
+  bool is_wanted() const { return grad_.data; }
+  // Whether tiles of keys have elements of their own, and may be worked on at the same time.
+  bool has_keys() const { return owns_[3]; }
+  int64_t sets() const { return (owns_[0] ? p.batch : 1) * (owns_[1] ? p.key_heads : 1); }
+  int64_t groups() const { return groups_; }
+  int64_t units_of_set() const { return p.batch * p.key_heads / sets(); }
+  // Unit number i of a set.
+  int64_t unit(int64_t set, int64_t i) const {
+    const int64_t heads = owns_[1] ? 1 : p.key_heads;  // of a set
+    const int64_t b = owns_[0] ? set * heads / p.key_heads : i / heads;
+    return b * p.key_heads + (owns_[1] ? set % p.key_heads : i % heads);
+  }
+
+  // The sums of a group for a cut of the keys.
+  void clear(int64_t set, int64_t group, int64_t cut, int64_t cuts) const {
+    if (!is_wanted()) return;
+    const int64_t heads = p.heads / p.key_heads, first = unit(set, 0);
+    const int64_t slice = slice_of(first / p.key_heads, first % p.key_heads * heads);
+    for (int64_t i = 0; i < (owns_[1] ? heads : 1); ++i)
+      for (int64_t key_tile = cut; key_tile < key_tiles_; key_tile += cuts)
+        std::fill_n(tile(group, slice + i, 0, key_tile), query_tiles_ * tile_size_, T(0));
+  }
+
+  // Adds the gradients of scores, query_pitch apart, of a panel of n queries from number i on and keys of a tile.
+  void add(const Head& head, int64_t group, int64_t i, int64_t n, KeyRange keys, const T* gradients) const {
+    if (!is_wanted()) return;
+    const int64_t query_tile = i / pairs_.queries.size, lane = i % pairs_.queries.size;
+    const int64_t key_tile = keys.first / pairs_.keys.size, key = keys.first % pairs_.keys.size;
+    T* to = tile(group, slice_of(head.b, head.head), owns_[2] ? query_tile : 0, owns_[3] ? key_tile : 0) +
+            (owns_[3] ? key * pitch_ : 0) + (owns_[2] ? lane : 0);
+    const int64_t step = owns_[3] ? pitch_ : 0;
+    const T* from = gradients;
+    for (int64_t j = keys.first; j < keys.last; ++j, from += pairs_.query_pitch) {
+      if (owns_[2])
+        for (int64_t half = 0; half < kLanes; half += Vec<T>::size())
+          (Vec<T>::loadu(to + half) + Vec<T>::loadu(from + half)).store(to + half);
+      else
+        for (int64_t at = 0; at < n; ++at) *to += from[at];
+      to += step;
+    }
+  }
+
+  void store() const {
+    if (!is_wanted()) return;
+    parallel_tasks(num_threads(), slice_count() * query_tiles_ * key_tiles_, [&](int64_t task, int64_t) {
+      const int64_t slice = task / query_tiles_ / key_tiles_, query_tile = task % query_tiles_,
+                    key_tile = task / query_tiles_ % key_tiles_;
+      T* const sums = tile(0, slice, query_tile, key_tile);
+      for (int64_t group = 1; group < groups_; ++group) {
+        const T* const from = tile(group, slice, query_tile, key_tile);
+        for (int64_t i = 0; i < tile_size_; ++i) sums[i] += from[i];
+      }
+      store_tile(slice, query_tile, key_tile, sums);
+    });
+  }
+
+ private:
+  int64_t slice_count() const { return (owns_[0] ? p.batch : 1) * (owns_[1] ? p.heads : 1); }
+  int64_t slice_of(int64_t b, int64_t head) const {
+    return (owns_[0] ? b * (owns_[1] ? p.heads : 1) : 0) + (owns_[1] ? head : 0);
+  }
+  T* tile(int64_t group, int64_t slice, int64_t query_tile, int64_t key_tile) const {
+    return sums_.template as<T>() +
+           (((group * slice_count() + slice) * key_tiles_ + key_tile) * query_tiles_ + query_tile) * tile_size_;
+  }
+
+  void store_tile(int64_t slice, int64_t query_tile, int64_t key_tile, const T* sums) const {
+    const int64_t q = query_tile * pairs_.queries.size, k = key_tile * pairs_.keys.size;
+    const int64_t n = owns_[2] ? std::min(pairs_.queries.size, p.queries - q) : 1;
+    const int64_t count = owns_[3] ? std::min(pairs_.keys.size, p.keys - k) : 1;
+    const int64_t heads = owns_[1] ? p.heads : 1, *stride = grad_.stride;
+    with_type(p.mask_dtype, [&](auto* type) {
+      using M = std::remove_pointer_t<decltype(type)>;
+      M* const to = static_cast<M*>(grad_.data) + slice / heads * stride[0] + slice % heads * stride[1] +
+                    q * stride[2] + k * stride[3];
+      if constexpr (std::is_same_v<T, Compute<M>>) {
+        unpack_columns(sums, pitch_, n, count, Rows<M>{to, stride[2], stride[3]});
+      } else {
+        for (int64_t i = 0; i < n; ++i)
+          for (int64_t j = 0; j < count; ++j) to[i * stride[2] + j * stride[3]] = static_cast<M>(sums[j * pitch_ + i]);
+      }
+    });
+  }
+
+  // A matter of the shapes alone, as sums of each group take memory.
+  int64_t number_of_groups() const {
+    constexpr int64_t kEnoughTasks = 32, kSumsBytes = int64_t(16) << 20;
+    const int64_t bytes = slice_count() * key_tiles_ * query_tiles_ * tile_size_ * int64_t(sizeof(T));
+    return std::clamp(std::min(kEnoughTasks / sets(), kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
+                      std::max(units_of_set(), int64_t(1)));
+  }
+
+  const AttentionParams& p;
+  const Strided4& grad_;
+  const Pairs<S>& pairs_;
+  bool owns(int dim) const { return !grad_.data || grad_.stride[dim] != 0; }
+  // Of batch, heads, queries, keys: whether the mask's elements are not repeated along it.
+  const bool owns_[4] = {owns(0), owns(1), owns(2), owns(3)};
+  const int64_t query_tiles_ = owns_[2] ? pairs_.queries.count : 1, key_tiles_ = owns_[3] ? pairs_.keys.count : 1;
+  // Tiles stand as [key][query].
+  const int64_t pitch_ = owns_[2] ? pairs_.query_pitch : 1;
+  const int64_t tile_size_ = round_up((owns_[3] ? pairs_.keys.size : 1) * pitch_, 16);
+  const int64_t groups_ = number_of_groups();
+  const Workspace sums_{is_wanted() ? int64_t(groups_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ *
+                                              sizeof(T))
+                                    : 0};
+};
+
+}  // namespace myvision::CPU_CAPABILITY
