@@ -29,6 +29,12 @@ struct WideLanes {
     _mm512_storeu_si512(to, _mm512_unpacklo_epi64(first.lanes, second.lanes));
     _mm512_storeu_si512(to + 16, _mm512_unpackhi_epi64(first.lanes, second.lanes));
   }
+  static WideLanes load(const uint64_t* from) { return _mm512_loadu_si512(from); }
+  // The lower halves.
+  static void store_narrow(WideLanes first, WideLanes second, uint32_t* to) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi32(first.lanes, even, second.lanes));
+  }
 };
 #else
 struct WideLanes {
@@ -49,26 +55,65 @@ struct WideLanes {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_unpacklo_epi64(first.lanes, second.lanes));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8), _mm256_unpackhi_epi64(first.lanes, second.lanes));
   }
+  static WideLanes load(const uint64_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  // The lower halves.
+  static void store_narrow(WideLanes first, WideLanes second, uint32_t* to) {
+    const __m256 mixed = _mm256_shuffle_ps(_mm256_castsi256_ps(first.lanes), _mm256_castsi256_ps(second.lanes), 0x88);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(_mm256_castps_si256(mixed), 0xD8));
+  }
 };
 #endif
 
 inline constexpr int64_t kPhiloxCounters = WideLanes::kSize;
 
-inline void philox_lanes(uint64_t key, uint64_t counter, uint32_t* to) {
-  const WideLanes a(0xD2511F53), b(0xCD9E8D57);
-  WideLanes c0 = WideLanes(counter) + WideLanes::counters(), c1 = c0.upper(), c2(0), c3(0);
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round) {
-    const WideLanes from_c0 = a * c0, from_c2 = b * c2;
+struct PhiloxLanes {
+  WideLanes c0, c1, c2, c3;
+
+  explicit PhiloxLanes(WideLanes counters) : c0(counters), c1(counters.upper()), c2(0), c3(0) {}
+
+  void mix(uint32_t k0, uint32_t k1) {
+    const WideLanes from_c0 = WideLanes(0xD2511F53) * c0, from_c2 = WideLanes(0xCD9E8D57) * c2;
     c0 = from_c2.upper() ^ c1 ^ WideLanes(k0);
     c1 = from_c2;
     c2 = from_c0.upper() ^ c3 ^ WideLanes(k1);
     c3 = from_c0;
+  }
+};
+
+// Several at a time, as each round waits for the one before it.
+template <std::size_t STREAMS>
+[[gnu::always_inline]] inline void mix_philox(uint64_t key, PhiloxLanes (&streams)[STREAMS]) {
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+#pragma GCC unroll 2
+    for (PhiloxLanes& lanes : streams) lanes.mix(k0, k1);
     k0 += 0x9E3779B9;
     k1 += 0xBB67AE85;
   }
-  WideLanes::store_words(WideLanes::pair(c0, c1), WideLanes::pair(c2, c3), to);
+}
+
+inline void philox_lanes(uint64_t key, uint64_t counter, uint32_t* to) {
+  PhiloxLanes lanes[] = {PhiloxLanes(WideLanes(counter) + WideLanes::counters())};
+  mix_philox(key, lanes);
+  WideLanes::store_words(WideLanes::pair(lanes[0].c0, lanes[0].c1), WideLanes::pair(lanes[0].c2, lanes[0].c3), to);
+}
+
+// to[(4 * k + j) * LANES + i] is word j of counter first[i] + k, for n counters from each first one on.
+template <int LANES>
+inline void philox_columns(uint64_t key, const uint64_t* first, int64_t n, uint32_t* to) {
+  constexpr int kSize = WideLanes::kSize;
+  for (int i = 0; i < LANES; i += 2 * kSize)
+    for (int64_t k = 0; k < n; ++k) {
+      PhiloxLanes lanes[] = {PhiloxLanes(WideLanes::load(first + i) + WideLanes(k)),
+                             PhiloxLanes(WideLanes::load(first + i + kSize) + WideLanes(k))};
+      uint32_t* const row = to + 4 * k * LANES + i;
+      mix_philox(key, lanes);
+      WideLanes::store_narrow(lanes[0].c0, lanes[1].c0, row);
+      WideLanes::store_narrow(lanes[0].c1, lanes[1].c1, row + LANES);
+      WideLanes::store_narrow(lanes[0].c2, lanes[1].c2, row + 2 * LANES);
+      WideLanes::store_narrow(lanes[0].c3, lanes[1].c3, row + 3 * LANES);
+    }
 }
 #else
 inline constexpr int64_t kPhiloxCounters = 1;
@@ -76,6 +121,16 @@ inline constexpr int64_t kPhiloxCounters = 1;
 inline void philox_lanes(uint64_t key, uint64_t counter, uint32_t* to) {
   const PhiloxWords words = philox(key, counter);
   for (int j = 0; j < 4; ++j) to[j] = words.word[j];
+}
+
+// to[(4 * k + j) * LANES + i] is word j of counter first[i] + k, for n counters from each first one on.
+template <int LANES>
+inline void philox_columns(uint64_t key, const uint64_t* first, int64_t n, uint32_t* to) {
+  for (int i = 0; i < LANES; ++i)
+    for (int64_t k = 0; k < n; ++k) {
+      const PhiloxWords words = philox(key, first[i] + k);
+      for (int j = 0; j < 4; ++j) to[(4 * k + j) * LANES + i] = words.word[j];
+    }
 }
 #endif
 

@@ -140,7 +140,7 @@ class Forward {
     own.modify.finish(head, panel.first, panel.n, keys, own.weights, kLanes, nullptr);
     softmax_panel(count, own.weights, kLanes, panel.peak, panel.total, factor);
     if (p.dropout_p > 0)
-      own.modify.multiply(own.modify.dropout(head, panel.first, panel.n, keys), count, own.weights, kLanes);
+      own.modify.multiply(own.modify.dropout(head, panel.first, keys), count, own.weights, kLanes);
     if (std::any_of(factor, factor + kLanes, [](T x) { return x != 1; }))
       scale_panel(panel.sums, p.value_width, factor);
     gemm_panel<T>(tile.values.columns_from(skipped), {own.weights, kLanes}, p.value_width, count, panel.sums, kLanes, true);

@@ -100,7 +100,7 @@ class Pairs {
                   query_pitch, false);
     own.modify.finish(head, q + lane, lanes, seen, s, query_pitch, slopes);
     if (p.dropout_p > 0)
-      differentiate<true>(count, s, g, query, lane, own.modify.dropout(head, q + lane, lanes, seen));
+      differentiate<true>(count, s, g, query, lane, own.modify.dropout(head, q + lane, seen));
     else
       differentiate<false>(count, s, g, query, lane, nullptr);
   }

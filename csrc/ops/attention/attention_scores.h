@@ -51,9 +51,19 @@ class Scores {
   }
 
   // What dropout multiplies the probabilities with, kLanes apart; until the next call.
-  const T* dropout(const Head& head, int64_t q, int64_t n, KeyRange keys) const {
-    return as_panel(n, keys.last - keys.first,
-                    [&](int64_t lane, T* line) { draw(head.first_row + q + lane, keys, line); });
+  const T* dropout(const Head& head, int64_t q, KeyRange keys) const {
+    constexpr int64_t kBlock = 32;
+    alignas(64) uint32_t words[kBlock * kLanes];
+    for (int64_t block = keys.first / 4 * 4; block < keys.last; block += kBlock) {
+      const int64_t first = std::max(block, keys.first), last = std::min(block + kBlock, keys.last);
+      uint64_t counters[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        counters[lane] = dropout_counter(p, head.first_row + q + lane) + static_cast<uint64_t>(block / 4);
+      philox_columns<kLanes>(static_cast<uint64_t>(*p.seed), counters, ceil_div(last - block, 4), words);
+      const uint32_t* const from = words + (first - block) * kLanes;
+      to_factors(from, (last - first) * kLanes, panel_ + (first - keys.first) * kLanes);
+    }
+    return panel_;
   }
 
   // s *= factors, which are kLanes apart.
@@ -84,7 +94,10 @@ class Scores {
 
   // What dropout multiplies the probabilities of one query with; until the next call.
   const T* dropout_line(const Head& head, int64_t i, KeyRange keys) const {
-    draw(head.first_row + i, keys, lines_);
+    const int64_t n = keys.last - keys.first, skipped = keys.first % 4;
+    philox(static_cast<uint64_t>(*p.seed), dropout_counter(p, head.first_row + i) + static_cast<uint64_t>(keys.first / 4),
+           ceil_div(skipped + n, 4), words_);
+    to_factors(words_ + skipped, n, lines_);
     return lines_;
   }
 
@@ -134,16 +147,16 @@ class Scores {
   // -inf hides whatever the score is.
   void add_mask(const Head& head, int64_t q, int64_t n, KeyRange keys, T* s, int64_t ld) const {
     const int64_t count = keys.last - keys.first;
-    const T* mask = panel_;
     if (p.mask.stride[2] == 0) {
       load_mask_line(head, q, keys, lines_);
       for (int64_t j = 0; j < count; ++j) std::fill_n(panel_ + j * kLanes, kLanes, lines_[j]);
     } else {
-      mask = as_panel(n, count, [&](int64_t lane, T* line) { load_mask_line(head, q + lane, keys, line); });
+      for (int64_t lane = 0; lane < n; ++lane) load_mask_line(head, q + lane, keys, lines_ + lane * pitch_);
+      transpose<T>(lines_, pitch_, n, count, panel_, kLanes);
     }
     const Vec<T> hidden(kHidden<T>);
     update(count, s, ld, [&](const Vec<T>& x, int64_t j, int half) {
-      const Vec<T> bias = Vec<T>::loadu(mask + j * kLanes + half * Vec<T>::size());
+      const Vec<T> bias = Vec<T>::loadu(panel_ + j * kLanes + half * Vec<T>::size());
       return Vec<T>::blendv(x + bias, hidden, bias == hidden);
     });
   }
@@ -169,21 +182,10 @@ class Scores {
     with_type(p.mask_dtype, [&](auto* type) { load_as(static_cast<decltype(type)>(p.mask.data)); });
   }
 
-  void draw(int64_t row, KeyRange keys, T* to) const {
-    const int64_t n = keys.last - keys.first, skipped = keys.first % 4;
+  void to_factors(const uint32_t* words, int64_t n, T* to) const {
     const auto threshold = static_cast<uint32_t>(dropout_threshold(p.dropout_p));
     const T scale = p.dropout_p < 1 ? static_cast<T>(1 / (1 - p.dropout_p)) : T(0);
-    philox(static_cast<uint64_t>(*p.seed), dropout_counter(p, row) + static_cast<uint64_t>(keys.first / 4),
-           ceil_div(skipped + n, 4), words_);
-    for (int64_t j = 0; j < n; ++j) to[j] = words_[skipped + j] < threshold ? T(0) : scale;
-  }
-
-  // Lines of n queries as a panel.
-  template <typename Load>
-  const T* as_panel(int64_t n, int64_t count, const Load& load) const {
-    for (int64_t lane = 0; lane < n; ++lane) load(lane, lines_ + lane * pitch_);
-    transpose<T>(lines_, pitch_, n, count, panel_, kLanes);
-    return panel_;
+    for (int64_t i = 0; i < n; ++i) to[i] = words[i] < threshold ? T(0) : scale;
   }
 
   const AttentionParams& p;
