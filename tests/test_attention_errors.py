@@ -325,7 +325,8 @@ def test_what_is_no_tensor_is_told(position: int, bad: Any) -> None:
             for window in ((1,), (1, 2, 3), (), 1.5, "3", (1.5, 2), 2**63)
         ],
         *[({"dropout_p": p}, f"dropout_p must be a number, but got {type(p).__name__}") for p in ("0.1", None)],
-        ({"softcap": "1"}, "softcap must be a number, but got str"),
+        *[({name: "1"}, f"{name} must be a number, but got str") for name in ("softcap", "scale")],
+        ({"alibi_slopes": "1"}, "alibi_slopes must be a tensor, but got str"),
     ],
     ids=str,
 )
@@ -334,6 +335,12 @@ def test_options_of_a_wrong_type_are_told(options: dict[str, Any], message: str)
         scaled_dot_product_attention(ROWS, ROWS, ROWS, **options)
     with pytest.raises(TypeError, match=message):
         varlen_attention(PACKED_ROWS, PACKED_ROWS, PACKED_ROWS, ENDS, ENDS, **options)
+
+
+@pytest.mark.parametrize("bad", ["causal", True, [[0.0]]], ids=lambda bad: type(bad).__name__)
+def test_a_mask_that_is_no_tensor_is_told(bad: Any) -> None:
+    with pytest.raises(TypeError, match=f"attention: attn_mask must be a tensor, but got {type(bad).__name__}"):
+        scaled_dot_product_attention(ROWS, ROWS, ROWS, bad)
 
 
 def test_batches_that_do_not_broadcast_are_told() -> None:

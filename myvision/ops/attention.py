@@ -128,7 +128,8 @@ def scaled_dot_product_attention(
     <https://arxiv.org/abs/1805.02867>`_, `GQA <https://arxiv.org/abs/2305.13245>`_, `Train Short, Test Long (ALiBi)
     <https://arxiv.org/abs/2108.12409>`_, `Longformer (windows) <https://arxiv.org/abs/2004.05150>`_.
     """
-    _check_types(dropout_p, softcap, query=query, key=key, value=value)
+    tensors = {"query": query, "key": key, "value": value}
+    _check_types(tensors, dropout_p, scale, softcap, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
     check_probability("attention", dropout_p)
     _check_dimensions(query, key, value)
     _check_heads(query, key, enable_gqa)
@@ -137,8 +138,8 @@ def scaled_dot_product_attention(
         dims = max(query.dim(), key.dim(), value.dim())
         query, key, value, attn_mask, batch = _with_one_batch_dimension(query, key, value, attn_mask)
     query, key, value = _with_equal_heads(query, key, value, enable_gqa)
-    tensors = query, key, value, attn_mask, alibi_slopes, None, None, new_seed(query, dropout_p)
-    arguments = *tensors, dropout_p, is_causal, causal_alignment, *_window(window), scale, _cap(softcap)
+    inputs = query, key, value, attn_mask, alibi_slopes, None, None, new_seed(query, dropout_p)
+    arguments = *inputs, dropout_p, is_causal, causal_alignment, *_window(window), scale, _cap(softcap)
     output, lse = _with_lse(*arguments) if return_lse else (_attention(*arguments), None)
     if batch is not None:
         leading = () if dims == 2 else (*batch, output.shape[1])
@@ -217,7 +218,7 @@ def varlen_attention(
     Papers: as for :func:`scaled_dot_product_attention`.
     """
     tensors = {"query": query, "key": key, "value": value, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_types(dropout_p, softcap, **tensors)
+    _check_types(tensors, dropout_p, scale, softcap, alibi_slopes=alibi_slopes)
     check_probability("attention", dropout_p)
     if query.dim() == key.dim() == 3:
         _check_heads(query.transpose(0, 1), key.transpose(0, 1), enable_gqa)
@@ -238,12 +239,16 @@ def _cap(softcap: float | None) -> float:
     return 0.0 if softcap is None or softcap > _LARGEST_CAP else softcap
 
 
-def _check_types(dropout_p: float, softcap: float | None, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
+def _check_types(
+    tensors: dict[str, Tensor], dropout_p: float, scale: float | None, softcap: float | None, **optional: Tensor | None
+) -> None:
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in (tensors | given).items():
         check_tensor(f"attention: {name}", tensor)
     check_number("attention: dropout_p", dropout_p)
-    if softcap is not None:
-        check_number("attention: softcap", softcap)
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None:
+            check_number(f"attention: {name}", number)
 
 
 def _check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -270,8 +270,7 @@ class Backward {
     };
     if (grad_.value.data)
       add(own.pair.weights, query.gradients, grad_.output, p.value_width, keys.grad_value, pairs_.value_pitch);
-    if (grad_.key.data)
-      add(own.pair.gradients, query.rows, p.query, p.width, keys.grad_key, pairs_.width_pitch);
+    if (grad_.key.data) add(own.pair.gradients, query.rows, p.query, p.width, keys.grad_key, pairs_.width_pitch);
   }
 
   void add_cuts(const Head& head, int64_t tile, int64_t slot) const {
@@ -291,8 +290,9 @@ class Backward {
     constexpr int64_t kEnoughTasks = 16, kSumsBytes = int64_t(16) << 20;
     if (!mask_.has_keys()) return 1;
     const int64_t bytes = p.batch * p.heads * sums_size() * int64_t(sizeof(T));
-    return std::clamp(std::min(kEnoughTasks / (mask_.sets() * mask_.groups()), kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
-                      std::max(pairs_.keys.count, int64_t(1)));
+    return std::clamp(
+        std::min(kEnoughTasks / (mask_.sets() * mask_.groups()), kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
+        std::max(pairs_.keys.count, int64_t(1)));
   }
 
   const AttentionParams& p;

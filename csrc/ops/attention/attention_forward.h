@@ -94,10 +94,10 @@ class Forward {
     if (n <= 0) return;
     T* const keys = packed_.template as<T>() + (slot * keys_.count + tile) * packed_size_;
     T* const values = keys + keys_.size * key_pitch_;
-    key_tiles(slot)[tile] = {
-        near_rows(key_rows<const S>(p.key, head).from(range.first), n, p.width, keys, key_pitch_),
-        finite_rows(near_rows(key_rows<const S>(p.value, head).from(range.first), n, p.value_width, values, value_pitch_),
-                    n, p.value_width, values, value_pitch_)};
+    key_tiles(slot)[tile] = {near_rows(key_rows<const S>(p.key, head).from(range.first), n, p.width, keys, key_pitch_),
+                             finite_rows(near_rows(key_rows<const S>(p.value, head).from(range.first), n, p.value_width,
+                                                   values, value_pitch_),
+                                         n, p.value_width, values, value_pitch_)};
   }
 
   void run_tile(int64_t unit, int64_t tile, const KeyTile* key_tiles, const Scratch& own) const {
@@ -139,11 +139,11 @@ class Forward {
     gemm_panel<T>(tile.keys.from(skipped), {panel.queries, kLanes}, count, p.width, own.weights, kLanes, false);
     own.modify.finish(head, panel.first, panel.n, keys, own.weights, kLanes, nullptr);
     softmax_panel(count, own.weights, kLanes, panel.peak, panel.total, factor);
-    if (p.dropout_p > 0)
-      own.modify.multiply(own.modify.dropout(head, panel.first, keys), count, own.weights, kLanes);
+    if (p.dropout_p > 0) own.modify.multiply(own.modify.dropout(head, panel.first, keys), count, own.weights, kLanes);
     if (std::any_of(factor, factor + kLanes, [](T x) { return x != 1; }))
       scale_panel(panel.sums, p.value_width, factor);
-    gemm_panel<T>(tile.values.columns_from(skipped), {own.weights, kLanes}, p.value_width, count, panel.sums, kLanes, true);
+    gemm_panel<T>(tile.values.columns_from(skipped), {own.weights, kLanes}, p.value_width, count, panel.sums, kLanes,
+                  true);
     if (tile.values.has_bad)
       add_bad_rows({own.weights, 1, kLanes}, key_rows<const S>(p.value, head).from(keys.first), panel.n, count,
                    p.value_width, Rows<T>{panel.sums, 1, kLanes},

@@ -119,9 +119,8 @@ class MaskGradient {
   const int64_t pitch_ = owns_[2] ? pairs_.query_pitch : 1;
   const int64_t tile_size_ = round_up((owns_[3] ? pairs_.keys.size : 1) * pitch_, 16);
   const int64_t groups_ = number_of_groups();
-  const Workspace sums_{is_wanted() ? int64_t(groups_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ *
-                                              sizeof(T))
-                                    : 0};
+  const Workspace sums_{
+      is_wanted() ? int64_t(groups_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ * sizeof(T)) : 0};
 };
 
 }  // namespace myvision::CPU_CAPABILITY

@@ -95,8 +95,9 @@ class Scores {
   // What dropout multiplies the probabilities of one query with; until the next call.
   const T* dropout_line(const Head& head, int64_t i, KeyRange keys) const {
     const int64_t n = keys.last - keys.first, skipped = keys.first % 4;
-    philox(static_cast<uint64_t>(*p.seed), dropout_counter(p, head.first_row + i) + static_cast<uint64_t>(keys.first / 4),
-           ceil_div(skipped + n, 4), words_);
+    philox(static_cast<uint64_t>(*p.seed),
+           dropout_counter(p, head.first_row + i) + static_cast<uint64_t>(keys.first / 4), ceil_div(skipped + n, 4),
+           words_);
     to_factors(words_ + skipped, n, lines_);
     return lines_;
   }
