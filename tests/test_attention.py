@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import CASES, EMPTY, LONG, PLAIN, SEED, Case
+from attention_cases import CASES, EMPTY, LONG, LONG_MASK, PLAIN, SEED, Case
 from helpers import HALF_DTYPES, assert_as_accurate, num_threads, random_tensor, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from myvision._reference._dropout import philox
 from myvision.ops import scaled_dot_product_attention, varlen_attention
 
 GRAD_LAYOUTS = ["heads_inside", "contiguous", "sliced"]
+WIDTHS = [8, 64]  # of a head: rows of whole vectors that lie next to each other are read where they are
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -38,6 +39,17 @@ def test_layouts(layout: str, grad_layout: str, device: str) -> None:
     for case in (PLAIN.but(is_causal=True), PLAIN.but(lengths=((9, 12), (33, 50)))):
         case.check(torch.float32, device, layout, grad_layout)
         case.check(torch.bfloat16, device, layout, grad_layout)
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_rows_next_to_each_other(case: Case, real_device: str) -> None:
+    case.but(width=64, value_width=64).check(torch.float32, real_device, "contiguous", "contiguous")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_long_mask(dtype: torch.dtype, real_device: str) -> None:
+    """Its sums are made part by part."""
+    LONG_MASK.check(dtype, real_device)
 
 
 @pytest.mark.parametrize("case", EMPTY, ids=str)
@@ -180,12 +192,13 @@ def test_rows_of_the_least_number_give_the_mean(device: str, floating_dtype: tor
     torch.testing.assert_close(output[0, 0, rows].double(), plain[0, 0, rows], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("hidden_by", ["bool", "additive", "causal", "window", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hidden_keys_do_not_leak(poison: float, hidden_by: str, dtype: torch.dtype, device: str) -> None:
+def test_hidden_keys_do_not_leak(width: int, poison: float, hidden_by: str, dtype: torch.dtype, device: str) -> None:
     length, hidden = 75, 50
-    query, key, value = (random_tensor(1, 2, length, 8, dtype=dtype, device=device, seed=i) for i in range(3))
+    query, key, value = (random_tensor(1, 2, length, width, dtype=dtype, device=device, seed=i) for i in range(3))
     seen = torch.ones(length, length, dtype=torch.bool, device=device)
     options: dict[str, Any] = {}
     if hidden_by == "causal":
@@ -204,7 +217,7 @@ def test_hidden_keys_do_not_leak(poison: float, hidden_by: str, dtype: torch.dty
         seen.expand(1, 2, length, length)[0, 0, :, hidden:].any(-1).logical_not()
     )  # queries that see none of them
     assert ignorant.sum() >= 40
-    grad = random_tensor(1, 2, length, 8, dtype=dtype, device=device, seed=4)
+    grad = random_tensor(1, 2, length, width, dtype=dtype, device=device, seed=4)
     grad[:, :, ~ignorant] = 0
 
     def run(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -229,25 +242,27 @@ def test_hidden_keys_do_not_leak(poison: float, hidden_by: str, dtype: torch.dty
             assert not output[:, :, -1].isfinite().all(), "who sees the key must see that it is NaN"
 
 
-def test_blind_queries_do_not_leak(device: str) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_blind_queries_do_not_leak(width: int, device: str) -> None:
     """NaN in a query that sees nothing, and in the gradient of its output, reaches no key."""
-    leaves = [random_tensor(1, 2, 40, 8, device=device, seed=i) for i in range(3)]
+    leaves = [random_tensor(1, 2, 40, width, device=device, seed=i) for i in range(3)]
     leaves[0][:, :, 7] = math.nan
     leaves = [leaf.requires_grad_() for leaf in leaves]
     seen = torch.ones(40, 40, dtype=torch.bool, device=device)
     seen[7] = False
     output = scaled_dot_product_attention(*leaves, seen)
-    grad = random_tensor(1, 2, 40, 8, device=device, seed=4)
+    grad = random_tensor(1, 2, 40, width, device=device, seed=4)
     grad[:, :, 7] = math.nan
     assert output.isfinite().all()
     for gradient in torch.autograd.grad(output, leaves, grad):
         assert gradient.isfinite().all()
 
 
-def test_live_nan_propagates(device: str) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_live_nan_propagates(width: int, device: str) -> None:
     for name in ("query", "key", "value"):
         tensors = {
-            n: random_tensor(1, 1, 33, 8, device=device, seed=i) for i, n in enumerate(("query", "key", "value"))
+            n: random_tensor(1, 1, 33, width, device=device, seed=i) for i, n in enumerate(("query", "key", "value"))
         }
         tensors[name][:, :, 20, 3] = math.nan
         output = scaled_dot_product_attention(*tensors.values())
@@ -364,6 +379,8 @@ SAME = [
     LONG[3],
     LONG[4],
     LONG[5],
+    LONG_MASK,
+    PLAIN.but(batch=3, queries=150, keys=150, mask="additive", mask_shape="BHqk"),
     PLAIN.but(batch=1, queries=1, keys=3000, key_heads=1),
     PLAIN.but(batch=1, heads=1, key_heads=1, queries=700, keys=700, is_causal=True),
 ]

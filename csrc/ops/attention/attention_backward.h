@@ -24,23 +24,25 @@ class Backward {
 
   void run() const {
     const int64_t tiles = pairs_.queries.count;
-    if (cuts_ > 1)
+    if (keeps_queries_)
       parallel_tasks(workers_, p.batch * p.heads * tiles, [&](int64_t task, int64_t worker) {
         const int64_t slot = task / tiles;
         pack_tile(Head(p, slot / p.heads, slot % p.heads), task % tiles, slot, scratch(worker));
       });
-    parallel_tasks(workers_, tasks_, [&](int64_t task, int64_t worker) {
-      const int64_t set = task / cuts_ / mask_.groups(), group = task / cuts_ % mask_.groups();
-      mask_.clear(set, group, task % cuts_, cuts_);
-      for (int64_t i = group; i < mask_.units_of_set(); i += mask_.groups())
-        run_unit(mask_.unit(set, i), group, task % cuts_, worker);
-    });
-    if (cuts_ > 1 && grad_.query.data)
+    for (int64_t phase = 0; phase < phases_; ++phase) {
+      parallel_tasks(workers_, tasks_, [&](int64_t task, int64_t worker) {
+        const int64_t set = task / cuts_ / mask_.groups(), group = task / cuts_ % mask_.groups();
+        mask_.clear(set, group, task % cuts_, cuts_);
+        for (int64_t i = group; i < mask_.units_of_set(); i += mask_.groups())
+          run_unit(mask_.unit(set, i), group, phase, task % cuts_, worker);
+      });
+      mask_.store(phase * mask_.phase_tiles());
+    }
+    if (keeps_queries_ && grad_.query.data)
       parallel_tasks(workers_, p.batch * p.heads * tiles, [&](int64_t task, int64_t) {
         const int64_t slot = task / tiles;
         add_cuts(Head(p, slot / p.heads, slot % p.heads), task % tiles, slot);
       });
-    mask_.store();
   }
 
  private:
@@ -78,7 +80,7 @@ class Backward {
     return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory), memory.take(pairs_.keys.size * pairs_.width_pitch),
             memory.take(cut_keys() * pairs_.width_pitch), memory.take(cut_keys() * pairs_.value_pitch)};
   }
-  int64_t cut_keys() const { return ceil_div(pairs_.keys.count, cuts_) * pairs_.keys.size; }
+  int64_t cut_keys() const { return ceil_div(mask_.phase_tiles(), cuts_) * pairs_.keys.size; }
   int64_t query_size() const {
     Carver<T> count;
     carve_query(count);
@@ -116,24 +118,26 @@ class Backward {
                            finite_rows(gradients, n, p.value_width, to.gradients, pairs_.value_pitch)};
   }
 
-  void run_unit(int64_t unit, int64_t group, int64_t cut, int64_t worker) const {
+  void run_unit(int64_t unit, int64_t group, int64_t phase, int64_t cut, int64_t worker) const {
     const Scratch own = scratch(worker);
     const int64_t b = unit / p.key_heads, first_head = unit % p.key_heads * group_;
+    const int64_t first_tile = phase * mask_.phase_tiles() + cut;
+    const int64_t last_tile = std::min((phase + 1) * mask_.phase_tiles(), pairs_.keys.count);
     std::fill_n(own.grad_key, cut_keys() * pairs_.width_pitch, T(0));
     std::fill_n(own.grad_value, cut_keys() * pairs_.value_pitch, T(0));
     for (int64_t h = first_head; h < first_head + group_; ++h) {
       const Head head(p, b, h);
-      const int64_t slot = cuts_ > 1 ? b * p.heads + h : worker;
-      if (cuts_ == 1)
+      const int64_t slot = keeps_queries_ ? b * p.heads + h : worker;
+      if (!keeps_queries_)
         for (int64_t tile = 0; tile < pairs_.queries.count; ++tile) pack_tile(head, tile, slot, own);
       T* const sums = query_sums(slot, cut);
-      std::fill_n(sums, sums_size(), T(0));
-      for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_)
+      if (phase == 0) std::fill_n(sums, sums_size(), T(0));
+      for (int64_t tile = first_tile; tile < last_tile; tile += cuts_)
         add_keys(head, key_sums(head, tile, own), slot, group, sums, own);
-      if (cuts_ == 1) store_queries(head, 0, head.sequence.queries, sums);
+      if (!keeps_queries_) store_queries(head, 0, head.sequence.queries, sums);
     }
     const Head head(p, b, first_head);
-    for (int64_t tile = cut; tile < pairs_.keys.count; tile += cuts_) {
+    for (int64_t tile = first_tile; tile < last_tile; tile += cuts_) {
       const KeySums sums = key_sums(head, tile, own);
       store_keys(head, sums.range, sums.grad_key, pairs_.width_pitch, p.width, p.scale, grad_.key);
       store_keys(head, sums.range, sums.grad_value, pairs_.value_pitch, p.value_width, 1, grad_.value);
@@ -141,7 +145,7 @@ class Backward {
   }
 
   KeySums key_sums(const Head& head, int64_t tile, const Scratch& own) const {
-    const int64_t first = tile / cuts_ * pairs_.keys.size;
+    const int64_t first = tile % mask_.phase_tiles() / cuts_ * pairs_.keys.size;
     return {pairs_.keys_of_tile(head, tile), own.grad_key + first * pairs_.width_pitch,
             own.grad_value + first * pairs_.value_pitch};
   }
@@ -292,7 +296,7 @@ class Backward {
     const int64_t bytes = p.batch * p.heads * sums_size() * int64_t(sizeof(T));
     return std::clamp(
         std::min(kEnoughTasks / (mask_.sets() * mask_.groups()), kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
-        std::max(pairs_.keys.count, int64_t(1)));
+        mask_.phase_tiles());
   }
 
   const AttentionParams& p;
@@ -302,7 +306,9 @@ class Backward {
   const int64_t group_ = p.heads / p.key_heads;
   const int64_t cuts_ = number_of_cuts(), tasks_ = mask_.sets() * mask_.groups() * cuts_;
   const int64_t workers_ = std::min(num_threads(), tasks_);
-  const int64_t slots_ = cuts_ > 1 ? p.batch * p.heads : workers_;
+  const int64_t phases_ = std::max(ceil_div(pairs_.keys.count, mask_.phase_tiles()), int64_t(1));
+  const bool keeps_queries_ = cuts_ > 1 || phases_ > 1;  // of all heads, to come back to
+  const int64_t slots_ = keeps_queries_ ? p.batch * p.heads : workers_;
   const int64_t query_size_ = query_size(), scratch_size_ = scratch_size();
   const Workspace queries_{int64_t(slots_ * pairs_.queries.count * sizeof(Query))};
   const Workspace packed_{int64_t(slots_ * pairs_.queries.count * query_size_ * sizeof(T))};

@@ -2,7 +2,7 @@
 //
 // An element of it is the sum over all scores that share it, and of several units (see attention_backward.h) where the
 // mask is repeated along batch or heads. Those are a set, which is dealt out to groups: each has sums of its own, which
-// are added up in order.
+// are added up in order. So that these sums take little memory, keys are gone through in phases.
 #pragma once
 #include "ops/attention/attention_pairs.h"
 
@@ -16,9 +16,10 @@ class MaskGradient {
   MaskGradient(const AttentionParams& params, const AttentionGradients& gradients, const Pairs<S>& pairs)
       : p(params), grad_(gradients.mask), pairs_(pairs) {}
 
-  bool is_wanted() const { return grad_.data; }
   // Whether tiles of keys have elements of their own, and may be worked on at the same time.
   bool has_keys() const { return owns_[3]; }
+  // How many tiles of keys make a phase.
+  int64_t phase_tiles() const { return phase_tiles_; }
   int64_t sets() const { return (owns_[0] ? p.batch : 1) * (owns_[1] ? p.key_heads : 1); }
   int64_t groups() const { return groups_; }
   int64_t units_of_set() const { return p.batch * p.key_heads / sets(); }
@@ -29,9 +30,9 @@ class MaskGradient {
     return b * p.key_heads + (owns_[1] ? set % p.key_heads : i % heads);
   }
 
-  // The sums of a group for a cut of the keys.
+  // The sums of a group for a cut of the keys of a phase.
   void clear(int64_t set, int64_t group, int64_t cut, int64_t cuts) const {
-    if (!is_wanted()) return;
+    if (!grad_.data) return;
     const int64_t heads = p.heads / p.key_heads, first = unit(set, 0);
     const int64_t slice = slice_of(first / p.key_heads, first % p.key_heads * heads);
     for (int64_t i = 0; i < (owns_[1] ? heads : 1); ++i)
@@ -41,9 +42,9 @@ class MaskGradient {
 
   // Adds the gradients of scores, query_pitch apart, of a panel of n queries from number i on and keys of a tile.
   void add(const Head& head, int64_t group, int64_t i, int64_t n, KeyRange keys, const T* gradients) const {
-    if (!is_wanted()) return;
+    if (!grad_.data) return;
     const int64_t query_tile = i / pairs_.queries.size, lane = i % pairs_.queries.size;
-    const int64_t key_tile = keys.first / pairs_.keys.size, key = keys.first % pairs_.keys.size;
+    const int64_t key_tile = keys.first / pairs_.keys.size % phase_tiles_, key = keys.first % pairs_.keys.size;
     T* to = tile(group, slice_of(head.b, head.head), owns_[2] ? query_tile : 0, owns_[3] ? key_tile : 0) +
             (owns_[3] ? key * pitch_ : 0) + (owns_[2] ? lane : 0);
     const int64_t step = owns_[3] ? pitch_ : 0;
@@ -58,17 +59,19 @@ class MaskGradient {
     }
   }
 
-  void store() const {
-    if (!is_wanted()) return;
-    parallel_tasks(num_threads(), slice_count() * query_tiles_ * key_tiles_, [&](int64_t task, int64_t) {
-      const int64_t slice = task / query_tiles_ / key_tiles_, query_tile = task % query_tiles_,
-                    key_tile = task / query_tiles_ % key_tiles_;
+  // What a phase of keys from this tile on gave.
+  void store(int64_t first_tile) const {
+    if (!grad_.data) return;
+    const int64_t key_tiles = owns_[3] ? std::min(key_tiles_, pairs_.keys.count - first_tile) : 1;
+    parallel_tasks(num_threads(), slice_count() * query_tiles_ * key_tiles, [&](int64_t task, int64_t) {
+      const int64_t slice = task / query_tiles_ / key_tiles, query_tile = task % query_tiles_,
+                    key_tile = task / query_tiles_ % key_tiles;
       T* const sums = tile(0, slice, query_tile, key_tile);
       for (int64_t group = 1; group < groups_; ++group) {
         const T* const from = tile(group, slice, query_tile, key_tile);
         for (int64_t i = 0; i < tile_size_; ++i) sums[i] += from[i];
       }
-      store_tile(slice, query_tile, key_tile, sums);
+      store_tile(slice, query_tile, first_tile + key_tile, sums);
     });
   }
 
@@ -100,12 +103,22 @@ class MaskGradient {
     });
   }
 
-  // A matter of the shapes alone, as sums of each group take memory.
+  // How many sums for so many tiles of keys there may be.
+  int64_t most_sums(int64_t key_tiles) const {
+    constexpr int64_t kBytes = int64_t(32) << 20;
+    const int64_t bytes = slice_count() * key_tiles * query_tiles_ * tile_size_ * int64_t(sizeof(T));
+    return kBytes / std::max(bytes, int64_t(1));
+  }
+  // A matter of the shapes alone. One phase with fewer groups is better than many.
   int64_t number_of_groups() const {
-    constexpr int64_t kEnoughTasks = 32, kSumsBytes = int64_t(16) << 20;
-    const int64_t bytes = slice_count() * key_tiles_ * query_tiles_ * tile_size_ * int64_t(sizeof(T));
-    return std::clamp(std::min(kEnoughTasks / sets(), kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
+    constexpr int64_t kEnoughTasks = 32;
+    const int64_t for_one_phase = most_sums(owns_[3] ? pairs_.keys.count : 1);
+    return std::clamp(std::min(kEnoughTasks / sets(), for_one_phase ? for_one_phase : most_sums(1)), int64_t(1),
                       std::max(units_of_set(), int64_t(1)));
+  }
+  int64_t number_of_phase_tiles() const {
+    const int64_t all = std::max(pairs_.keys.count, int64_t(1));
+    return grad_.data && owns_[3] ? std::clamp(most_sums(1) / groups_, int64_t(1), all) : all;
   }
 
   const AttentionParams& p;
@@ -114,13 +127,14 @@ class MaskGradient {
   bool owns(int dim) const { return !grad_.data || grad_.stride[dim] != 0; }
   // Of batch, heads, queries, keys: whether the mask's elements are not repeated along it.
   const bool owns_[4] = {owns(0), owns(1), owns(2), owns(3)};
-  const int64_t query_tiles_ = owns_[2] ? pairs_.queries.count : 1, key_tiles_ = owns_[3] ? pairs_.keys.count : 1;
+  const int64_t query_tiles_ = owns_[2] ? pairs_.queries.count : 1;
   // Tiles stand as [key][query].
   const int64_t pitch_ = owns_[2] ? pairs_.query_pitch : 1;
   const int64_t tile_size_ = round_up((owns_[3] ? pairs_.keys.size : 1) * pitch_, 16);
-  const int64_t groups_ = number_of_groups();
+  const int64_t groups_ = number_of_groups(), phase_tiles_ = number_of_phase_tiles();
+  const int64_t key_tiles_ = owns_[3] ? phase_tiles_ : 1;  // of which there are sums
   const Workspace sums_{
-      is_wanted() ? int64_t(groups_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ * sizeof(T)) : 0};
+      grad_.data ? int64_t(groups_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ * sizeof(T)) : 0};
 };
 
 }  // namespace myvision::CPU_CAPABILITY
