@@ -94,10 +94,12 @@ class Forward {
     if (n <= 0) return;
     T* const keys = packed_.template as<T>() + (slot * keys_.count + tile) * packed_size_;
     T* const values = keys + keys_.size * key_pitch_;
-    key_tiles(slot)[tile] = {near_rows(key_rows<const S>(p.key, head).from(range.first), n, p.width, keys, key_pitch_),
-                             finite_rows(near_rows(key_rows<const S>(p.value, head).from(range.first), n, p.value_width,
-                                                   values, value_pitch_),
-                                         n, p.value_width, values, value_pitch_)};
+    const auto near = [&](const Strided4& tensor, int64_t width, T* buffer, int64_t pitch) {
+      return near_rows(key_rows<const S>(tensor, head).from(range.first), n, width, buffer, pitch);
+    };
+    key_tiles(slot)[tile] = {
+        near(p.key, p.width, keys, key_pitch_),
+        finite_rows(near(p.value, p.value_width, values, value_pitch_), n, p.value_width, values, value_pitch_)};
   }
 
   void run_tile(int64_t unit, int64_t tile, const KeyTile* key_tiles, const Scratch& own) const {
