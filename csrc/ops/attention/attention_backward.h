@@ -112,8 +112,7 @@ class Backward {
     };
     const NearRows<T> rows = near(p.query, p.width, to.rows, pairs_.width_pitch),
                       gradients = near(grad_.output, p.value_width, to.gradients, pairs_.value_pitch);
-    pairs_.pack_queries(head, q, n, Rows<const T>{rows.data, rows.pitch, 1},
-                        Rows<const T>{gradients.data, gradients.pitch, 1}, to.tile, own.pair);
+    pairs_.pack_queries(head, q, n, rows, gradients, to.tile, own.pair);
     queries(slot)[tile] = {to.tile, finite_rows(rows, n, p.width, to.rows, pairs_.width_pitch),
                            finite_rows(gradients, n, p.value_width, to.gradients, pairs_.value_pitch)};
   }

@@ -57,17 +57,16 @@ class Pairs {
   }
 
   // n queries from q on, and the gradients of their outputs.
-  template <typename In>
-  void pack_queries(const Head& head, int64_t q, int64_t n, Rows<const In> rows, Rows<const In> gradients,
+  void pack_queries(const Head& head, int64_t q, int64_t n, NearRows<T> rows, NearRows<T> gradients,
                     const QueryTile<T>& to, const PairScratch<T>& own) const {
     fetch_rows(query_rows<const S>(p.output, head).from(q), n, p.value_width);
-    pack_columns(rows, n, p.width, to.columns, query_pitch, static_cast<T>(p.scale));
-    pack_columns(gradients, n, p.value_width, to.gradient_columns, query_pitch);
+    pack_columns(rows.all(), n, p.width, to.columns, query_pitch, static_cast<T>(p.scale));
+    pack_columns(gradients.all(), n, p.value_width, to.gradient_columns, query_pitch);
     for (int64_t i = 0; i < n; ++i) {
       const RowSums<T> row = sums_of(head, q + i, own);
       to.peak[i] = row.peak;
       to.log_total[i] = row.total;
-      to.delta[i] = delta(head, q + i, gradients.from(i), own.line);
+      to.delta[i] = delta(head, q + i, gradients.data + i * gradients.pitch, own.line);
     }
   }
 
@@ -127,13 +126,12 @@ class Pairs {
  private:
   static constexpr T kPreciseLse = 1 << 14;  // beyond, probabilities made of it are off by 0.1 %
 
-  int64_t line_size() const { return std::max(2 * p.value_width, 2 * p.width + kLineKeys); }
+  int64_t line_size() const { return std::max(p.value_width, 2 * p.width + kLineKeys); }
 
   // The gradient of the output times the output, less the gradient of lse.
-  template <typename In>
-  T delta(const Head& head, int64_t i, Rows<const In> gradient, T* line) const {
+  T delta(const Head& head, int64_t i, const T* gradient, T* line) const {
     const T* const output = first_row(query_rows<const S>(p.output, head).from(i), p.value_width, line);
-    const T product = dot(first_row(gradient, p.value_width, line + p.value_width), output, p.value_width);
+    const T product = dot(gradient, output, p.value_width);
     return grad_.lse ? product - static_cast<const T*>(grad_.lse)[head.first_row + i] : product;
   }
 

@@ -112,7 +112,7 @@ inline const T* first_row(Rows<const S> from, int64_t width, T* buffer) {
   return buffer;
 }
 
-// Has n rows brought near, to be written to soon.
+// Has n rows brought near, to be read or written soon.
 template <typename S>
 inline void fetch_rows(Rows<S> rows, int64_t n, int64_t width) {
   constexpr int64_t kLine = 64 / sizeof(S);
@@ -136,6 +136,7 @@ struct NearRows {
   const T* data;
   int64_t pitch;
 
+  Rows<const T> all() const { return {data, pitch, 1}; }
   // In a product, rows from number i on; or, as columns of it.
   GemmLeft<T> from(int64_t i) const { return {data + i * pitch, pitch, 1}; }
   GemmLeft<T> columns_from(int64_t i) const { return {data + i * pitch, 1, pitch}; }
@@ -195,7 +196,7 @@ inline FiniteRows<T> finite_rows(NearRows<T> rows, int64_t n, int64_t width, T* 
   int64_t good = 0;
   while (good < n && is_good(good)) ++good;
   if (good == n) return {rows, false};
-  pack_rows(Rows<const T>{rows.data, rows.pitch, 1}, n, width, buffer, pitch);
+  pack_rows(rows.all(), n, width, buffer, pitch);
   for (int64_t i = good; i < n; ++i)
     if (!is_good(i)) std::fill_n(buffer + i * pitch, width, T(0));
   return {{buffer, pitch}, true};
