@@ -42,8 +42,15 @@ def test_layouts(layout: str, grad_layout: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)
-def test_rows_next_to_each_other(case: Case, real_device: str) -> None:
-    case.but(width=64, value_width=64).check(torch.float32, real_device, "contiguous", "contiguous")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_next_to_each_other(case: Case, dtype: torch.dtype, real_device: str) -> None:
+    case.but(width=64, value_width=64).check(dtype, real_device, "contiguous", "contiguous")
+
+
+@pytest.mark.parametrize("mask_shape", ["qk", "hq", "bk", "hk", "bhqk"])
+def test_the_gradient_of_a_mask_across_the_borders_of_tiles(mask_shape: str, real_device: str) -> None:
+    case = PLAIN.but(batch=3, key_heads=2, queries=150, keys=210, mask="additive", mask_shape=mask_shape)
+    case.but(is_causal=True).check(torch.float32, real_device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,7 +203,10 @@ def test_rows_of_the_least_number_give_the_mean(device: str, floating_dtype: tor
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("hidden_by", ["bool", "additive", "causal", "window", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hidden_keys_do_not_leak(width: int, poison: float, hidden_by: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_hidden_keys_do_not_leak(
+    softcap: float | None, width: int, poison: float, hidden_by: str, dtype: torch.dtype, device: str
+) -> None:
     length, hidden = 75, 50
     query, key, value = (random_tensor(1, 2, length, width, dtype=dtype, device=device, seed=i) for i in range(3))
     seen = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -222,7 +232,7 @@ def test_hidden_keys_do_not_leak(width: int, poison: float, hidden_by: str, dtyp
 
     def run(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-        output = scaled_dot_product_attention(*leaves, **options)
+        output = scaled_dot_product_attention(*leaves, **options, softcap=softcap)
         return output.detach(), *torch.autograd.grad(output, leaves, grad)
 
     poisoned_key, poisoned_value = key.clone(), value.clone()
@@ -243,14 +253,15 @@ def test_hidden_keys_do_not_leak(width: int, poison: float, hidden_by: str, dtyp
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_blind_queries_do_not_leak(width: int, device: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_blind_queries_do_not_leak(softcap: float | None, width: int, device: str) -> None:
     """NaN in a query that sees nothing, and in the gradient of its output, reaches no key."""
     leaves = [random_tensor(1, 2, 40, width, device=device, seed=i) for i in range(3)]
     leaves[0][:, :, 7] = math.nan
     leaves = [leaf.requires_grad_() for leaf in leaves]
     seen = torch.ones(40, 40, dtype=torch.bool, device=device)
     seen[7] = False
-    output = scaled_dot_product_attention(*leaves, seen)
+    output = scaled_dot_product_attention(*leaves, seen, softcap=softcap)
     grad = random_tensor(1, 2, 40, width, device=device, seed=4)
     grad[:, :, 7] = math.nan
     assert output.isfinite().all()

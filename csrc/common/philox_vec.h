@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/cpu/vec/vec.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/philox.h"

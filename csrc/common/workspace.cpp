@@ -1,5 +1,7 @@
 #include "common/workspace.h"
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <new>
@@ -10,26 +12,29 @@ namespace myvision {
 namespace {
 
 constexpr std::align_val_t kCacheLine{64};
-constexpr int64_t kKept = int64_t(32) << 20;
+constexpr int64_t kSmall = int64_t(64) << 10, kKept = int64_t(32) << 20;
 
 struct Free {
   void operator()(void* data) const { ::operator delete(data, kCacheLine); }
 };
 
-// The block this thread used last, if not large. The system takes large blocks back at once, and hands them out page by
-// page, zeroed: up to a tenth of a kernel's time.
+// The largest blocks this thread used, if neither small nor huge. The system takes such blocks back at once, and hands
+// them out page by page, zeroed: up to a tenth of a kernel's time.
 struct Block {
   std::unique_ptr<void, Free> data;
   int64_t bytes = 0;
 };
-thread_local Block kept;
+thread_local std::array<Block, 2> kept;
 
 }  // namespace
 
 Workspace::Workspace(int64_t bytes) : bytes_(bytes) {
-  if (kept.bytes >= bytes) {
-    bytes_ = std::exchange(kept.bytes, 0);
-    data_ = kept.data.release();
+  Block* best = nullptr;
+  for (Block& block : kept)
+    if (block.bytes >= bytes && (!best || block.bytes < best->bytes)) best = &block;
+  if (best && bytes > kSmall) {
+    bytes_ = std::exchange(best->bytes, 0);
+    data_ = best->data.release();
   } else {
     data_ = ::operator new(static_cast<std::size_t>(bytes), kCacheLine);
   }
@@ -37,8 +42,9 @@ Workspace::Workspace(int64_t bytes) : bytes_(bytes) {
 
 Workspace::~Workspace() {
   std::unique_ptr<void, Free> data(data_);
-  if (bytes_ < kept.bytes || bytes_ > kKept) return;
-  kept = {std::move(data), bytes_};
+  Block& least = *std::ranges::min_element(kept, {}, &Block::bytes);
+  if (bytes_ <= std::max(least.bytes, kSmall) || bytes_ > kKept) return;
+  least = {std::move(data), bytes_};
 }
 
 }  // namespace myvision

@@ -31,14 +31,14 @@ class Backward {
       });
     for (int64_t phase = 0; phase < phases_; ++phase) {
       parallel_tasks(workers_, tasks_, [&](int64_t task, int64_t worker) {
-        const int64_t set = task / cuts_ / mask_.groups(), group = task / cuts_ % mask_.groups();
-        mask_.clear(set, group, task % cuts_, cuts_);
-        for (int64_t i = group; i < mask_.units_of_set(); i += mask_.groups())
-          run_unit(mask_.unit(set, i), group, phase, task % cuts_, worker);
+        const int64_t set = task / cuts_ / mask_.parts(), part = task / cuts_ % mask_.parts();
+        mask_.clear(set, part, task % cuts_, cuts_);
+        for (int64_t i = part; i < mask_.units_of_set(); i += mask_.parts())
+          run_unit(mask_.unit(set, i), part, phase, task % cuts_, worker);
       });
       mask_.store(phase * mask_.phase_tiles());
     }
-    if (keeps_queries_ && grad_.query.data)
+    if (keeps_sums_ && grad_.query.data)
       parallel_tasks(workers_, p.batch * p.heads * tiles, [&](int64_t task, int64_t) {
         const int64_t slot = task / tiles;
         add_cuts(Head(p, slot / p.heads, slot % p.heads), task % tiles, slot);
@@ -94,18 +94,20 @@ class Backward {
   int64_t sums_size() const { return pairs_.queries.count * pairs_.queries.size * p.width; }
 
   Scratch scratch(int64_t worker) const {
-    Carver<T> memory{scratches_.template as<T>() + worker * scratch_size_};
+    Carver<T> memory{memory_.template as<T>() + packed_size_ + all_sums_size_ + worker * scratch_size_};
     return carve_scratch(memory);
   }
   Query* queries(int64_t slot) const { return queries_.template as<Query>() + slot * pairs_.queries.count; }
   // Of gradients of queries, as columns of panels.
-  T* query_sums(int64_t slot, int64_t cut) const { return sums_.template as<T>() + (slot * cuts_ + cut) * sums_size(); }
+  T* query_sums(int64_t slot, int64_t cut) const {
+    return memory_.template as<T>() + packed_size_ + (slot * cuts_ + cut) * sums_size();
+  }
 
   // ---- work
   void pack_tile(const Head& head, int64_t tile, int64_t slot, const Scratch& own) const {
     const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
     if (n <= 0) return;
-    Carver<T> memory{packed_.template as<T>() + (slot * pairs_.queries.count + tile) * query_size_};
+    Carver<T> memory{memory_.template as<T>() + (slot * pairs_.queries.count + tile) * query_size_};
     const QueryBuffers to = carve_query(memory);
     const auto near = [&](const Strided4& tensor, int64_t width, T* buffer, int64_t pitch) {
       return near_rows(query_rows<const S>(tensor, head).from(q), n, width, buffer, pitch);
@@ -117,7 +119,7 @@ class Backward {
                            finite_rows(gradients, n, p.value_width, to.gradients, pairs_.value_pitch)};
   }
 
-  void run_unit(int64_t unit, int64_t group, int64_t phase, int64_t cut, int64_t worker) const {
+  void run_unit(int64_t unit, int64_t part, int64_t phase, int64_t cut, int64_t worker) const {
     const Scratch own = scratch(worker);
     const int64_t b = unit / p.key_heads, first_head = unit % p.key_heads * group_;
     const int64_t first_tile = phase * mask_.phase_tiles() + cut;
@@ -129,11 +131,11 @@ class Backward {
       const int64_t slot = keeps_queries_ ? b * p.heads + h : worker;
       if (!keeps_queries_)
         for (int64_t tile = 0; tile < pairs_.queries.count; ++tile) pack_tile(head, tile, slot, own);
-      T* const sums = query_sums(slot, cut);
+      T* const sums = query_sums(keeps_sums_ ? b * p.heads + h : worker, cut);
       if (phase == 0) std::fill_n(sums, sums_size(), T(0));
       for (int64_t tile = first_tile; tile < last_tile; tile += cuts_)
-        add_keys(head, key_sums(head, tile, own), slot, group, sums, own);
-      if (!keeps_queries_) store_queries(head, 0, head.sequence.queries, sums);
+        add_keys(head, key_sums(head, tile, own), slot, part, sums, own);
+      if (!keeps_sums_) store_queries(head, 0, head.sequence.queries, sums);
     }
     const Head head(p, b, first_head);
     for (int64_t tile = first_tile; tile < last_tile; tile += cuts_) {
@@ -169,33 +171,34 @@ class Backward {
   }
 
   // A tile of keys and all queries that see it.
-  void add_keys(const Head& head, const KeySums& key_sums, int64_t slot, int64_t group, T* sums,
-                const Scratch& own) const {
-    const int64_t count = key_sums.range.last - key_sums.range.first;
+  void add_keys(const Head& head, const KeySums& to, int64_t slot, int64_t part, T* sums, const Scratch& own) const {
+    const int64_t count = to.range.last - to.range.first;
     if (count <= 0) return;
-    const KeyRows<T> rows = pairs_.near_keys(head, key_sums.range, own.keys);
-    const Keys keys{key_sums, rows, finite_rows(rows.keys, count, p.width, own.finite_keys, pairs_.width_pitch)};
+    const KeyRows<T> rows = pairs_.near_keys(head, to.range, own.keys);
+    const Keys keys{to, rows, finite_rows(rows.keys, count, p.width, own.finite_keys, pairs_.width_pitch)};
     if (grad_.key.data) fetch_rows(key_rows<S>(grad_.key, head).from(keys.range.first), count, p.width);
     if (grad_.value.data) fetch_rows(key_rows<S>(grad_.value, head).from(keys.range.first), count, p.value_width);
     for (int64_t t = 0; t < pairs_.queries.count; ++t) {
       const int64_t q = t * pairs_.queries.size, n = pairs_.queries_of_tile(head, t);
       if (n <= 0) break;
       const KeyRange seen = head.keys_of_any(p, q, n, keys.range);
-      if (seen.first < seen.last) add_pairs(head, q, n, keys, queries(slot)[t], group, sums + q * p.width, own);
+      if (seen.first < seen.last) add_pairs(head, q, n, keys, queries(slot)[t], part, sums + q * p.width, own);
     }
   }
 
-  void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, int64_t group, T* sums,
+  void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, int64_t part, T* sums,
                  const Scratch& own) const {
     KeyRange seen[kBackwardQueries / kLanes];  // by a panel of queries, in whole chunks
     const int64_t panels = ceil_div(n, kLanes);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t lane = panel * kLanes, lanes = std::min(kLanes, n - lane);
       const KeyRange range = head.keys_of_any(p, q + lane, lanes, keys.range);
+      seen[panel] = {0, 0};
+      if (range.first >= range.last) continue;
       if (grad_.query.data && head.all_seen(p, q + lane, lanes, keys.range))
         fetch_rows(query_rows<S>(grad_.query, head).from(q + lane), lanes, p.width);
       pairs_.run(head, q, n, lane, range, keys.range.first, query.tile, keys.rows, own.pair);
-      mask_.add(head, group, q + lane, lanes, range,
+      mask_.add(head, part, q + lane, lanes, range,
                 own.pair.gradients + (range.first - keys.range.first) * pairs_.query_pitch + lane);
       pairs_.uncap(lane, range, keys.range.first, own.pair);
       add_to_queries(head, q + lane, lane, lanes, range, keys, sums + lane * p.width, own);
@@ -225,7 +228,6 @@ class Backward {
   }
   // Rounds what a panel sees to whole chunks, of which the rest is 0. Counted from the first key of the tile on.
   KeyRange fill_chunks(KeyRange range, int64_t lane, const Keys& keys, const Scratch& own) const {
-    if (range.first >= range.last) return {0, 0};
     const int64_t first = range.first - keys.range.first, last = range.last - keys.range.first;
     const KeyRange whole{first / kKeyChunk * kKeyChunk, std::min(round_up(last, kKeyChunk), pairs_.keys.size)};
     const auto clear = [&](int64_t from, int64_t to) {
@@ -243,7 +245,7 @@ class Backward {
   void add_to_queries(const Head& head, int64_t i, int64_t lane, int64_t n, KeyRange range, const Keys& keys, T* sums,
                       const Scratch& own) const {
     const int64_t count = range.last - range.first, skipped = range.first - keys.range.first;
-    if (count <= 0 || !grad_.query.data) return;
+    if (!grad_.query.data) return;
     const T* const gradients = own.pair.gradients + skipped * pairs_.query_pitch + lane;
     gemm_panel<T>(keys.finite.columns_from(skipped), {gradients, pairs_.query_pitch}, p.width, count, sums, kLanes,
                   true);
@@ -290,12 +292,12 @@ class Backward {
 
   // A matter of the shapes alone. Sums of the queries take memory for each cut.
   int64_t number_of_cuts() const {
-    constexpr int64_t kEnoughTasks = 16, kSumsBytes = int64_t(16) << 20;
+    constexpr int64_t kEnoughTasks = 16, kSumsBytes = int64_t(16) << 20, kLeastCuts = 4;
     if (!mask_.has_keys()) return 1;
     const int64_t bytes = p.batch * p.heads * sums_size() * int64_t(sizeof(T));
-    return std::clamp(
-        std::min(kEnoughTasks / (mask_.sets() * mask_.groups()), kSumsBytes / std::max(bytes, int64_t(1))), int64_t(1),
-        mask_.phase_tiles());
+    return std::clamp(std::min(kEnoughTasks / (mask_.sets() * mask_.parts()),
+                               std::max(kSumsBytes / std::max(bytes, int64_t(1)), kLeastCuts)),
+                      int64_t(1), mask_.phase_tiles());
   }
 
   const AttentionParams& p;
@@ -303,21 +305,25 @@ class Backward {
   const Pairs<S> pairs_;
   const MaskGradient<S> mask_;
   const int64_t group_ = p.heads / p.key_heads;
-  const int64_t cuts_ = number_of_cuts(), tasks_ = mask_.sets() * mask_.groups() * cuts_;
+  const int64_t cuts_ = number_of_cuts(), tasks_ = mask_.sets() * mask_.parts() * cuts_;
   const int64_t workers_ = std::min(num_threads(), tasks_);
   const int64_t phases_ = std::max(ceil_div(pairs_.keys.count, mask_.phase_tiles()), int64_t(1));
-  const bool keeps_queries_ = cuts_ > 1 || phases_ > 1;  // of all heads, to come back to
-  const int64_t slots_ = keeps_queries_ ? p.batch * p.heads : workers_;
+  // Of all heads: packed queries, which several tasks read; and the sums of their gradients.
+  const bool keeps_queries_ = cuts_ > 1, keeps_sums_ = cuts_ > 1 || phases_ > 1;
+  const int64_t query_slots_ = keeps_queries_ ? p.batch * p.heads : workers_;
+  const int64_t sums_slots_ = keeps_sums_ ? p.batch * p.heads : workers_;
   const int64_t query_size_ = query_size(), scratch_size_ = scratch_size();
-  const Workspace queries_{int64_t(slots_ * pairs_.queries.count * sizeof(Query))};
-  const Workspace packed_{int64_t(slots_ * pairs_.queries.count * query_size_ * sizeof(T))};
-  const Workspace sums_{int64_t(slots_ * cuts_ * sums_size() * sizeof(T))};
-  const Workspace scratches_{int64_t(workers_ * scratch_size_ * sizeof(T))};
+  const int64_t packed_size_ = query_slots_ * pairs_.queries.count * query_size_;
+  const int64_t all_sums_size_ = sums_slots_ * cuts_ * sums_size();
+  const Workspace memory_{int64_t((packed_size_ + all_sums_size_ + workers_ * scratch_size_) * sizeof(T))};
+  const Workspace queries_{int64_t(query_slots_ * pairs_.queries.count * sizeof(Query))};
 };
 
 template <typename S>
 void run_backward(const AttentionParams& p, const AttentionGradients& gradients) {
-  Backward<S>(p, gradients).run();
+  const Strided4* const wanted[] = {&gradients.query, &gradients.key, &gradients.value, &gradients.mask};
+  if (std::ranges::any_of(wanted, [](const Strided4* gradient) { return gradient->data; }))
+    Backward<S>(p, gradients).run();
 }
 
 }  // namespace myvision::CPU_CAPABILITY

@@ -1,9 +1,11 @@
 // The gradient of the mask on the CPU. Compiled once per instruction set.
 //
 // An element of it is the sum over all scores that share it, and of several units (see attention_backward.h) where the
-// mask is repeated along batch or heads. Those are a set, which is dealt out to groups: each has sums of its own, which
+// mask is repeated along batch or heads. Those are a set, which is dealt out to parts: each has sums of its own, which
 // are added up in order. So that these sums take little memory, keys are gone through in phases.
 #pragma once
+#include <numeric>
+
 #include "ops/attention/attention_pairs.h"
 
 namespace myvision::CPU_CAPABILITY {
@@ -21,7 +23,7 @@ class MaskGradient {
   // How many tiles of keys make a phase.
   int64_t phase_tiles() const { return phase_tiles_; }
   int64_t sets() const { return (owns_[0] ? p.batch : 1) * (owns_[1] ? p.key_heads : 1); }
-  int64_t groups() const { return groups_; }
+  int64_t parts() const { return parts_; }
   int64_t units_of_set() const { return p.batch * p.key_heads / sets(); }
   // Unit number i of a set.
   int64_t unit(int64_t set, int64_t i) const {
@@ -30,22 +32,22 @@ class MaskGradient {
     return b * p.key_heads + (owns_[1] ? set % p.key_heads : i % heads);
   }
 
-  // The sums of a group for a cut of the keys of a phase.
-  void clear(int64_t set, int64_t group, int64_t cut, int64_t cuts) const {
+  // The sums of a part for a cut of the keys of a phase.
+  void clear(int64_t set, int64_t part, int64_t cut, int64_t cuts) const {
     if (!grad_.data) return;
     const int64_t heads = p.heads / p.key_heads, first = unit(set, 0);
     const int64_t slice = slice_of(first / p.key_heads, first % p.key_heads * heads);
     for (int64_t i = 0; i < (owns_[1] ? heads : 1); ++i)
       for (int64_t key_tile = cut; key_tile < key_tiles_; key_tile += cuts)
-        std::fill_n(tile(group, slice + i, 0, key_tile), query_tiles_ * tile_size_, T(0));
+        std::fill_n(tile(part, slice + i, 0, key_tile), query_tiles_ * tile_size_, T(0));
   }
 
   // Adds the gradients of scores, query_pitch apart, of a panel of n queries from number i on and keys of a tile.
-  void add(const Head& head, int64_t group, int64_t i, int64_t n, KeyRange keys, const T* gradients) const {
+  void add(const Head& head, int64_t part, int64_t i, int64_t n, KeyRange keys, const T* gradients) const {
     if (!grad_.data) return;
     const int64_t query_tile = i / pairs_.queries.size, lane = i % pairs_.queries.size;
     const int64_t key_tile = keys.first / pairs_.keys.size % phase_tiles_, key = keys.first % pairs_.keys.size;
-    T* to = tile(group, slice_of(head.b, head.head), owns_[2] ? query_tile : 0, owns_[3] ? key_tile : 0) +
+    T* to = tile(part, slice_of(head.b, head.head), owns_[2] ? query_tile : 0, owns_[3] ? key_tile : 0) +
             (owns_[3] ? key * pitch_ : 0) + (owns_[2] ? lane : 0);
     const int64_t step = owns_[3] ? pitch_ : 0;
     const T* from = gradients;
@@ -54,7 +56,7 @@ class MaskGradient {
         for (int64_t half = 0; half < kLanes; half += Vec<T>::size())
           (Vec<T>::loadu(to + half) + Vec<T>::loadu(from + half)).store(to + half);
       else
-        for (int64_t at = 0; at < n; ++at) *to += from[at];
+        *to += std::accumulate(from, from + n, T(0));
       to += step;
     }
   }
@@ -67,8 +69,8 @@ class MaskGradient {
       const int64_t slice = task / query_tiles_ / key_tiles, query_tile = task % query_tiles_,
                     key_tile = task / query_tiles_ % key_tiles;
       T* const sums = tile(0, slice, query_tile, key_tile);
-      for (int64_t group = 1; group < groups_; ++group) {
-        const T* const from = tile(group, slice, query_tile, key_tile);
+      for (int64_t part = 1; part < parts_; ++part) {
+        const T* const from = tile(part, slice, query_tile, key_tile);
         for (int64_t i = 0; i < tile_size_; ++i) sums[i] += from[i];
       }
       store_tile(slice, query_tile, first_tile + key_tile, sums);
@@ -80,9 +82,9 @@ class MaskGradient {
   int64_t slice_of(int64_t b, int64_t head) const {
     return (owns_[0] ? b * (owns_[1] ? p.heads : 1) : 0) + (owns_[1] ? head : 0);
   }
-  T* tile(int64_t group, int64_t slice, int64_t query_tile, int64_t key_tile) const {
+  T* tile(int64_t part, int64_t slice, int64_t query_tile, int64_t key_tile) const {
     return sums_.template as<T>() +
-           (((group * slice_count() + slice) * key_tiles_ + key_tile) * query_tiles_ + query_tile) * tile_size_;
+           (((part * slice_count() + slice) * key_tiles_ + key_tile) * query_tiles_ + query_tile) * tile_size_;
   }
 
   void store_tile(int64_t slice, int64_t query_tile, int64_t key_tile, const T* sums) const {
@@ -103,38 +105,34 @@ class MaskGradient {
     });
   }
 
-  // How many sums for so many tiles of keys there may be.
-  int64_t most_sums(int64_t key_tiles) const {
-    constexpr int64_t kBytes = int64_t(32) << 20;
-    const int64_t bytes = slice_count() * key_tiles * query_tiles_ * tile_size_ * int64_t(sizeof(T));
-    return kBytes / std::max(bytes, int64_t(1));
-  }
-  // A matter of the shapes alone. One phase with fewer groups is better than many.
-  int64_t number_of_groups() const {
-    constexpr int64_t kEnoughTasks = 32;
-    const int64_t for_one_phase = most_sums(owns_[3] ? pairs_.keys.count : 1);
-    return std::clamp(std::min(kEnoughTasks / sets(), for_one_phase ? for_one_phase : most_sums(1)), int64_t(1),
-                      std::max(units_of_set(), int64_t(1)));
+  // Both a matter of the shapes alone.
+  int64_t number_of_parts() const {
+    constexpr int64_t kEnoughTasks = 16;
+    return std::clamp(ceil_div(kEnoughTasks, sets()), int64_t(1), std::max(units_of_set(), int64_t(1)));
   }
   int64_t number_of_phase_tiles() const {
+    constexpr int64_t kBytes = int64_t(32) << 20, kLeastTiles = 4;  // which can be worked on at the same time
     const int64_t all = std::max(pairs_.keys.count, int64_t(1));
-    return grad_.data && owns_[3] ? std::clamp(most_sums(1) / groups_, int64_t(1), all) : all;
+    if (!grad_.data || !owns_[3]) return all;
+    const int64_t bytes = parts_ * slice_count() * query_tiles_ * tile_size_ * int64_t(sizeof(T));
+    const int64_t most = std::clamp(kBytes / std::max(bytes, int64_t(1)), std::min(kLeastTiles, all), all);
+    return ceil_div(all, ceil_div(all, most));  // phases of about equal size
   }
+  bool owns(int dim) const { return !grad_.data || grad_.stride[dim] != 0; }
 
   const AttentionParams& p;
   const Strided4& grad_;
   const Pairs<S>& pairs_;
-  bool owns(int dim) const { return !grad_.data || grad_.stride[dim] != 0; }
   // Of batch, heads, queries, keys: whether the mask's elements are not repeated along it.
   const bool owns_[4] = {owns(0), owns(1), owns(2), owns(3)};
   const int64_t query_tiles_ = owns_[2] ? pairs_.queries.count : 1;
   // Tiles stand as [key][query].
   const int64_t pitch_ = owns_[2] ? pairs_.query_pitch : 1;
   const int64_t tile_size_ = round_up((owns_[3] ? pairs_.keys.size : 1) * pitch_, 16);
-  const int64_t groups_ = number_of_groups(), phase_tiles_ = number_of_phase_tiles();
+  const int64_t parts_ = number_of_parts(), phase_tiles_ = number_of_phase_tiles();
   const int64_t key_tiles_ = owns_[3] ? phase_tiles_ : 1;  // of which there are sums
   const Workspace sums_{
-      grad_.data ? int64_t(groups_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ * sizeof(T)) : 0};
+      grad_.data ? int64_t(parts_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ * sizeof(T)) : 0};
 };
 
 }  // namespace myvision::CPU_CAPABILITY

@@ -1,4 +1,4 @@
-// What the backward passes of attention on the CPU begin with: the probabilities of a tile of queries and keys, made
+// What the backward pass of attention on the CPU begins with: the probabilities of a tile of queries and keys, made
 // again, and the gradients of its scores. Compiled once per instruction set.
 #pragma once
 #include "ops/attention/attention_scores.h"
@@ -39,7 +39,12 @@ class Pairs {
  public:
   static constexpr int64_t kLanes = GemmTile<T>::kCols;
 
-  Pairs(const AttentionParams& params, const AttentionGradients& gradients) : p(params), grad_(gradients) {}
+  Pairs(const AttentionParams& params, const AttentionGradients& gradients)
+      : lengths(params),
+        width_pitch(padded_row(round_up(params.width, kLanes))),
+        value_pitch(padded_row(round_up(params.value_width, kLanes))),
+        p(params),
+        grad_(gradients) {}
 
   QueryTile<T> carve_queries(Carver<T>& memory) const {
     return {memory.take(p.width * query_pitch), memory.take(p.value_width * query_pitch), memory.take(query_pitch),
@@ -90,7 +95,6 @@ class Pairs {
   void run(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange seen, int64_t first_key,
            const QueryTile<T>& query, const KeyRows<T>& rows, const PairScratch<T>& own) const {
     const int64_t count = seen.last - seen.first, skipped = seen.first - first_key, lanes = std::min(kLanes, n - lane);
-    if (count <= 0) return;
     T* const s = own.weights + skipped * query_pitch + lane;
     T* const g = own.gradients + skipped * query_pitch + lane;
     T* const slopes = own.slopes ? own.slopes + skipped * query_pitch + lane : nullptr;
@@ -104,24 +108,19 @@ class Pairs {
       differentiate<false>(count, s, g, query, lane, nullptr);
   }
 
-  // Turns the gradients of scores into those of what the softcap gets.
+  // Turns the gradients of scores into those of what the softcap gets: 0 stays 0, even where the slope is NaN, as of
+  // what is not seen.
   void uncap(int64_t lane, KeyRange seen, int64_t first_key, const PairScratch<T>& own) const {
     if (!own.slopes) return;
     for (int64_t j = seen.first - first_key; j < seen.last - first_key; ++j)
-      for (int64_t i = lane; i < lane + kLanes; ++i)
-        own.gradients[j * query_pitch + i] *= own.slopes[j * query_pitch + i];
+      for (int64_t i = j * query_pitch + lane; i < j * query_pitch + lane + kLanes; ++i)
+        own.gradients[i] = own.gradients[i] == 0 ? T(0) : own.gradients[i] * own.slopes[i];
   }
 
- private:
-  const AttentionParams& p;
-  const AttentionGradients& grad_;
-  const Lengths lengths_{p};
-
- public:
-  const Tiling queries{lengths_.queries, kBackwardQueries, kLanes},
-      keys{lengths_.keys, kBackwardKeys, GemmTile<T>::kRows};
-  const int64_t query_pitch = padded_row(queries.size), width_pitch = padded_row(round_up(p.width, kLanes)),
-                value_pitch = padded_row(round_up(p.value_width, kLanes));
+  const Lengths lengths;
+  const Tiling queries{lengths.queries, kBackwardQueries, kLanes},
+      keys{lengths.keys, kBackwardKeys, GemmTile<T>::kRows};
+  const int64_t query_pitch = padded_row(queries.size), width_pitch, value_pitch;
 
  private:
   static constexpr T kPreciseLse = 1 << 14;  // beyond, probabilities made of it are off by 0.1 %
@@ -183,6 +182,9 @@ class Pairs {
       }
     }
   }
+
+  const AttentionParams& p;
+  const AttentionGradients& grad_;
 };
 
 }  // namespace myvision::CPU_CAPABILITY

@@ -31,14 +31,14 @@ class Scores {
 
   Scores(const AttentionParams& params, int64_t most_keys, T* scratch)
       : p(params),
-        pitch_(line_size(most_keys)),
+        pitch_(padded_row(most_keys)),
         lines_(scratch),
         panel_(lines_ + kLanes * pitch_),
         words_(reinterpret_cast<uint32_t*>(panel_ + kLanes * pitch_)) {}
 
   static int64_t scratch_size(const AttentionParams& p, int64_t most_keys) {
     const bool is_needed = p.mask_kind != AttentionMask::None || p.dropout_p > 0;
-    return is_needed ? (2 * kLanes + 1) * line_size(most_keys) : 0;
+    return is_needed ? 2 * kLanes * padded_row(most_keys) + padded_row(most_keys + 4 + 4 * kPhiloxCounters) : 0;
   }
 
   // Makes products of n queries from q on with these keys scores. Of the softcap's slopes, where they are wanted.
@@ -111,8 +111,6 @@ class Scores {
   }
 
  private:
-  static int64_t line_size(int64_t most_keys) { return padded_row(most_keys + 4 + 4 * kPhiloxCounters); }
-
   T alibi_slope(const Head& head) const {
     return static_cast<T>(p.alibi_slopes[head.b * p.alibi_batch_stride + head.head]);
   }
