@@ -264,18 +264,7 @@ LONG = [  # across the borders of tiles
     ),
     PLAIN.but(heads=2, key_heads=2, width=32, value_width=32, lengths=((150, 150), (1, 220), (260, 7)), is_causal=True),
 ]
-LONG_MASK = PLAIN.but(
-    batch=1,
-    heads=2,
-    key_heads=2,
-    queries=2500,
-    keys=3400,
-    width=4,
-    value_width=4,
-    mask="additive",
-    mask_shape="BHqk",
-    softcap=2.0,
-)
+LONG_MASK = PLAIN.but(batch=1, heads=2, key_heads=2, queries=2500, keys=3400, mask="additive", mask_shape="BHqk")
 EMPTY = [
     PLAIN.but(batch=0),
     PLAIN.but(heads=0, key_heads=0),

@@ -55,7 +55,7 @@ def test_the_gradient_of_a_mask_across_the_borders_of_tiles(mask_shape: str, rea
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_long_mask(dtype: torch.dtype, real_device: str) -> None:
-    """Its sums are made part by part."""
+    """In phases: all of its sums at once would take more than 32 MB."""
     LONG_MASK.check(dtype, real_device)
 
 
