@@ -309,13 +309,13 @@ def library(
 
 
 def cpu_library(flags: Flags) -> Extension:
-    built = [f"-DMYVISION_CPU_{name}" for name in INSTRUCTION_SETS if name != "DEFAULT"]
+    built = ["-DMYVISION_CPU_X86"] if INSTRUCTION_SETS is X86_64 else []
     return library("_C", sources("common/*.cpp") + operator_glue(), CSRC, "cpu", [], flags.all() + built, [])
 
 
 def gpu_library(flags: Flags, kind: str) -> Extension:
     """The glue once more, registering the GPU implementations, and the kernels."""
-    files = operator_glue() + sources("ops/*/*_cuda.cu")
+    files = operator_glue() + sources("ops/**/*_cuda.cu")
     cxx, gpu = [*flags.all(), "-DMYVISION_GPU"], gpu_compiler_flags()
     if kind == "hip":
         return library("_C_cuda", hipify(files), HIP_CSRC, "cuda", ["torch_hip", "amdhip64"], cxx, gpu)
@@ -398,7 +398,7 @@ def build_ext_command(choice: Configuration) -> type:
 
         def compile_kernels(self, ext: Extension, instruction_set: str) -> list[str]:
             return self.compiler.compile(
-                sources("ops/*/*_cpu.cpp"),
+                sources("ops/**/*_cpu.cpp"),
                 output_dir=os.path.join(self.build_temp, instruction_set),
                 include_dirs=ext.include_dirs,
                 extra_postargs={"cxx": choice.flags.kernels(instruction_set)},

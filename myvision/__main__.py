@@ -9,11 +9,11 @@ from importlib import import_module
 
 # Command: its module, imported only when called, and what it does.
 COMMANDS = {
-    "env": ("myvision._env", "show versions, the instruction set in use, what was built, and the GPUs"),
-    "ops": ("myvision._operators", "list the operators: schema, devices, dtypes, autograd"),
-    "graph": ("myvision._graph", "list the operator nodes of a .pt, .pt2 or .onnx file"),
-    "bench": ("myvision._bench", "measure the operators beside their peers"),
-    "demo": ("myvision._demo", "train, save, reload and export a small network with deformable convolutions"),
+    "env": ("myvision._cli.env", "show versions, the instruction set in use, what was built, and the GPUs"),
+    "ops": ("myvision._cli.ops", "list the operators: schema, devices, dtypes, autograd"),
+    "graph": ("myvision._cli.graph", "list the operator nodes of a .pt, .pt2 or .onnx file"),
+    "bench": ("myvision._cli.bench", "measure the operators beside their peers"),
+    "demo": ("myvision._cli.demo", "train, save, reload and export a small network with deformable convolutions"),
 }
 
 

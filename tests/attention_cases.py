@@ -12,7 +12,7 @@ from helpers import assert_as_accurate, random_tensor, with_layout
 from torch import Tensor
 
 import myvision  # noqa: F401  loads the operators
-from myvision._reference.attention import attention as reference
+from myvision._formulas.attention import attention as reference
 
 NAMES = ["query", "key", "value", "attn_mask"]  # what has gradients
 TENSORS = 8  # arguments before the options

@@ -11,7 +11,7 @@ from helpers import assert_as_accurate, random_tensor, with_layout
 from torch import Tensor
 
 import myvision
-from myvision._reference import deform_conv2d as reference
+from myvision._formulas import deform_conv2d as reference
 
 NAMES = ["input", "weight", "offset", "mask", "bias"]
 

@@ -22,7 +22,7 @@ from helpers import REPOSITORY, load_script
 from ninja import ninja_syntax
 from torch.utils import cpp_extension
 
-from myvision._operators import overload
+from myvision._cli.ops import overload
 
 SIMT = REPOSITORY / "tests" / "simt"
 WARP_SIZES = [32, 64]
@@ -60,7 +60,7 @@ class Emulator:
 
     def operators(self) -> Path:
         """The library with every operator, built."""
-        sources = [*map(Path, setup_script.operator_glue()), *map(Path, setup_script.sources("ops/*/*_cuda.cu"))]
+        sources = [*map(Path, setup_script.operator_glue()), *map(Path, setup_script.sources("ops/**/*_cuda.cu"))]
         return self._build("operators.so", [REPOSITORY / source for source in sources], library=True)
 
     def program(self, name: str) -> Path:

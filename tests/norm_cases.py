@@ -113,7 +113,7 @@ class Case:
         return (function(input, self.parameter_shape, *affine, self.eps, channels=self.channels, **options),)
 
     def run_reference(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        outputs = getattr(import_module(f"myvision._reference.{self.op}"), self.op)(*self.arguments(tensors))
+        outputs = getattr(import_module(f"myvision._formulas.{self.op}"), self.op)(*self.arguments(tensors))
         return outputs if self.adds else (outputs,)
 
     def grad_outputs(

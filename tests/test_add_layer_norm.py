@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import myvision
-from myvision._reference._dropout import keep_mask
+from myvision._formulas._dropout import keep_mask
 
 BOTH = ["add_layer_norm", "add_rms_norm"]
 
@@ -162,7 +162,7 @@ def test_backward_recomputes_the_mask(op: str, dtype: torch.dtype, device: str) 
 
 
 def reference(op: str) -> Any:
-    return getattr(import_module(f"myvision._reference.{op}"), op)
+    return getattr(import_module(f"myvision._formulas.{op}"), op)
 
 
 def test_derivatives_with_dropout(op: str) -> None:

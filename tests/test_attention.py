@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from myvision._reference._dropout import philox
+from myvision._formulas._dropout import philox
 from myvision.ops import scaled_dot_product_attention, varlen_attention
 
 GRAD_LAYOUTS = ["heads_inside", "contiguous", "sliced"]

@@ -12,7 +12,7 @@ from torch import Tensor, func
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from myvision import _autocast, _autograd
+from myvision._dispatch import autocast, autograd
 
 
 def product(x: Tensor, y: Tensor, power: int) -> Tensor:
@@ -48,7 +48,7 @@ def define(library: torch.library.Library, name: str, with_jvp: bool) -> Callabl
         return op(x, y, power), 0
 
     torch.library.register_vmap(op, vmap, lib=library)
-    _autograd.register_autograd(op, setup_context, backward, jvp if with_jvp else None)
+    autograd.register_autograd(op, setup_context, backward, jvp if with_jvp else None)
     return op
 
 
@@ -197,15 +197,15 @@ def test_compiled_autograd():
 def test_defaults_are_refused():
     _library.define("with_default(Tensor x, int power=2) -> Tensor")
     with pytest.raises(ValueError, match="default value"):
-        _autograd.register_autograd(torch.ops.myvision_test.with_default.default, print, print)
+        autograd.register_autograd(torch.ops.myvision_test.with_default.default, print, print)
 
 
 FALL_BACK = """
 import torch
 import torch._functorch.utils
 del torch._functorch.utils.enable_single_level_autograd_function  # a private name that a later torch may not have
-from myvision import _autograd
-assert not _autograd._LEAN
+from myvision._dispatch import autograd
+assert not autograd._LEAN
 import pytest, test_autograd, test_my_add
 """
 
@@ -256,7 +256,7 @@ def test_autocast_casts_what_differs():
 
     _library.impl("autocasted", implementation, "CPU")
     op = torch.ops.myvision_test.autocasted.default
-    _autocast.register_autocast(op)
+    autocast.register_autocast(op)
     single, half, double, integer = (
         torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int32)
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import num_threads, random_tensor, with_layout
 from norm_cases import Case
 
-from myvision._reference.batch_norm import batch_norm_update as reference_update
+from myvision._formulas.batch_norm import batch_norm_update as reference_update
 from myvision.ops import batch_norm
 
 SHAPES = [(4, 6), (4, 6, 7), (3, 6, 5, 4), (2, 6, 2, 3, 4)]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers import REPOSITORY, run_python
 
-from myvision import __main__, _env, _operators
+from myvision import __main__
+from myvision._cli import env, ops
 
 
 def test_env_names_what_runs_and_what_was_built(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,17 +32,17 @@ def test_env_says_why_the_instruction_set_is_in_use() -> None:
 
 def test_env_says_what_became_of_the_gpu_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("myvision.has_cuda_ops", lambda: False)
-    assert _env.gpu_operators("left out: no nvcc") == "none; the build left out: no nvcc"
+    assert env.gpu_operators("left out: no nvcc") == "none; the build left out: no nvcc"
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "not loaded: torch" in _env.gpu_operators("CUDA 13.0")
+    assert "not loaded: torch" in env.gpu_operators("CUDA 13.0")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "see the warning" in _env.gpu_operators("CUDA 13.0")
+    assert "see the warning" in env.gpu_operators("CUDA 13.0")
     monkeypatch.setattr("myvision.has_cuda_ops", lambda: True)
-    assert _env.gpu_operators("CUDA 13.0") == "loaded"
+    assert env.gpu_operators("CUDA 13.0") == "loaded"
 
 
 def test_a_missing_package_is_not_installed() -> None:
-    assert _env.installed_version("no-such-package-of-anyone") == "not installed"
+    assert env.installed_version("no-such-package-of-anyone") == "not installed"
 
 
 def test_ops_lists_each_public_operator(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,9 +54,9 @@ def test_ops_lists_each_public_operator(capsys: pytest.CaptureFixture[str]) -> N
     assert "_cpu_capability" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", _operators.operator_names())
+@pytest.mark.parametrize("name", ops.operator_names())
 def test_every_public_operator_is_complete(name: str) -> None:
-    described = _operators.describe(name)
+    described = ops.describe(name)
     assert "CPU" in described["devices"]
     assert "float32" in described["dtypes"]
     assert [described[trait] for trait in ("autograd", "fake")] == ["yes", "yes"]
@@ -64,9 +65,9 @@ def test_every_public_operator_is_complete(name: str) -> None:
 def test_described_devices_come_from_the_dispatcher() -> None:
     with torch.library._scoped_library("myvision", "FRAGMENT") as library:
         library.define("_on_no_device(Tensor x) -> Tensor")
-        assert _operators.describe("_on_no_device")["devices"] == "none"
+        assert ops.describe("_on_no_device")["devices"] == "none"
         library.impl("_on_no_device", lambda x: x, "CPU")
-        assert _operators.describe("_on_no_device")["devices"] == "CPU"
+        assert ops.describe("_on_no_device")["devices"] == "CPU"
 
 
 @pytest.mark.parametrize("command", ["env", "ops", "graph", "bench", "demo"])
@@ -82,7 +83,8 @@ def test_a_command_is_imported_only_when_called() -> None:
 import sys
 from myvision import __main__
 __main__.main(["env"])
-print(sorted(m for m in sys.modules if m in ("myvision._graph", "myvision._demo", "myvision._bench", "onnx")))
+late = {"onnx", *(f"myvision._cli.{name}" for name in ("bench", "demo", "graph"))}
+print(sorted(late & set(sys.modules)))
 """
     assert run_python(code).splitlines()[-1] == "[]"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import REPOSITORY, run_python
 
-from myvision import _demo
+from myvision._cli import demo
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 
@@ -18,13 +18,13 @@ OF_THEIR_OWN = {"transformer_g2p"}  # tested in a file of their own
 EXAMPLES = sorted(path for path in (REPOSITORY / "examples").glob("*.py") if path.stem not in OF_THEIR_OWN)
 
 needs_extra = pytest.mark.skipif(
-    any(find_spec(package) is None for package in _demo.EXTRA), reason="myvision[demo] is not installed"
+    any(find_spec(package) is None for package in demo.EXTRA), reason="myvision[demo] is not installed"
 )
 
 
 def arguments(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    _demo.add_arguments(parser)
+    demo.add_arguments(parser)
     return parser.parse_args(options)
 
 
@@ -41,15 +41,15 @@ def test_demo_runs_every_step(tmp_path: Path) -> None:
 
 
 def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_demo, "EXTRA", ("no_such_package",))
-    monkeypatch.delattr(_demo, "import_module")  # nothing may be started
-    assert _demo.run(arguments()) == 1
+    monkeypatch.setattr(demo, "EXTRA", ("no_such_package",))
+    monkeypatch.delattr(demo, "import_module")  # nothing may be started
+    assert demo.run(arguments()) == 1
     assert capsys.readouterr().err == "demo: needs the package(s) no_such_package: pip install 'myvision[demo]'\n"
 
 
 @needs_extra
 def test_low_accuracy_fails() -> None:
-    from myvision._demo import data, model, steps
+    from myvision._cli.demo import data, model, steps
 
     with pytest.raises(steps.DemoError, match="is too low, at least 97% was expected"):
         steps.check_accuracy(model.DigitNet(), data.load(), wanted=0.97)
@@ -57,7 +57,7 @@ def test_low_accuracy_fails() -> None:
 
 @needs_extra
 def test_changed_output_fails(tmp_path: Path) -> None:
-    from myvision._demo import exports, model, steps
+    from myvision._cli.demo import exports, model, steps
 
     images = torch.rand(8, 1, 16, 16)
     network = model.DigitNet().eval()
@@ -70,7 +70,7 @@ def test_changed_output_fails(tmp_path: Path) -> None:
 
 @needs_extra
 def test_missing_operators_fail(tmp_path: Path) -> None:
-    from myvision._demo import exports, model, steps
+    from myvision._cli.demo import exports, model, steps
 
     path = tmp_path / "other.pt"
     torch.jit.trace(torch.nn.ReLU(), torch.rand(2)).save(str(path))
@@ -81,7 +81,7 @@ def test_missing_operators_fail(tmp_path: Path) -> None:
 
 @needs_extra
 def test_digits_are_drawn_turned_and_shifted() -> None:
-    from myvision._demo import data
+    from myvision._cli.demo import data
 
     image = torch.zeros(1, 1, 8, 8)
     image[..., 1, 3:5] = 1  # above the middle

@@ -16,7 +16,7 @@ from helpers import REPOSITORY, run_python
 from torch import Tensor
 
 import myvision
-from myvision._graph import read_graph
+from myvision._cli.graph import read_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 

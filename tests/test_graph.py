@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from myvision.__main__ import main
-from myvision._graph import GraphError, read_graph
+from myvision._cli.graph import GraphError, read_graph
 from myvision.ops import my_add
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")

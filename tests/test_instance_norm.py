@@ -9,7 +9,7 @@ from helpers import random_tensor, with_layout
 from norm_cases import Case
 from test_batch_norm import statistics
 
-from myvision._reference.instance_norm import instance_norm_update as reference_update
+from myvision._formulas.instance_norm import instance_norm_update as reference_update
 from myvision.ops import instance_norm
 
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import myvision
-from myvision._reference.my_add import my_add as reference
+from myvision._formulas.my_add import my_add as reference
 from myvision.ops import my_add
 
 ALL_DTYPES = [*FLOATING_DTYPES, *INTEGER_DTYPES]
@@ -179,7 +179,7 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str):
     code = """
 import torch, myvision
 from helpers import FLOATING_DTYPES, INTEGER_DTYPES, random_tensor
-from myvision._reference.my_add import my_add as reference
+from myvision._formulas.my_add import my_add as reference
 for dtype in (*FLOATING_DTYPES, *INTEGER_DTYPES):
     for size in (1, 7, 64, 1000, 100_003):
         x, y = random_tensor(size, dtype=dtype, seed=1), random_tensor(size, dtype=dtype, seed=2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from norm_cases import ACTIVATIONS, CASES, NAMES, WITH_ACTIVATION, Case
 from torch import Tensor
 
-from myvision._reference._activation import activate
+from myvision._formulas._activation import activate
 from myvision.ops import rms_norm
 
 

@@ -246,8 +246,8 @@ def test_derivatives_without_private_names() -> None:
         """
 import torch, torch._functorch.utils
 del torch._functorch.utils.enable_single_level_autograd_function  # a private name that a later torch may not have
-import myvision._autograd
-assert not myvision._autograd._LEAN
+import myvision._dispatch.autograd
+assert not myvision._dispatch.autograd._LEAN
 from torch.autograd import gradcheck, gradgradcheck
 from test_norm_autograd import SMOOTH, function, leaves
 for case in SMOOTH:

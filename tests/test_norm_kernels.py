@@ -9,7 +9,7 @@ from norm_cases import Case
 from test_norm import CHANNELS, FIRST, ROWS
 
 import myvision
-from myvision._reference._dropout import keep_mask
+from myvision._formulas._dropout import keep_mask
 
 TOO_LONG = 12_100  # numbers of a row, in float32, for the shared memory of a block and the registers of backward
 

@@ -12,7 +12,7 @@ from helpers import random_tensor, run_python
 from torch import Tensor, nn
 
 import myvision.onnx
-from myvision._graph import read_graph
+from myvision._cli.graph import read_graph
 from myvision.ops import my_add
 
 onnx = pytest.importorskip("onnx")

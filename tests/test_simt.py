@@ -13,7 +13,7 @@ import torch
 from emulation import Emulator
 from helpers import random_tensor
 
-from myvision._operators import has_kernel, operator_names, overload
+from myvision._cli.ops import has_kernel, operator_names, overload
 from myvision.ops import my_add
 
 pytestmark = pytest.mark.skipif(not emulation.is_supported(), reason="the GPU emulator runs on Linux and x86-64")

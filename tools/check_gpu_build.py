@@ -200,7 +200,7 @@ def operators() -> list[str]:
 
 
 def kernel_sources(names: Sequence[str]) -> list[str]:
-    return [path for op in names for path in build_script.sources(f"ops/{op}/*_cuda.cu")]
+    return [path for op in names for path in build_script.sources(f"ops/{op}/**/*_cuda.cu")]
 
 
 def hipify(sources: Sequence[str]) -> list[str]:

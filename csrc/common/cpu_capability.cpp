@@ -43,10 +43,8 @@ CpuCapability of_this_cpu() { return CpuCapability::Default; }
 #endif
 
 constexpr CpuCapability best_built() {
-#if defined(MYVISION_CPU_AVX512)
+#if defined(MYVISION_CPU_X86)
   return CpuCapability::AVX512;
-#elif defined(MYVISION_CPU_AVX2)
-  return CpuCapability::AVX2;
 #else
   return CpuCapability::Default;
 #endif

@@ -19,7 +19,6 @@
 #include <string>
 
 #include "common/dtype.h"
-#include "common/huge_pages.h"
 
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK  // newer than torch 2.11; it says why a call failed
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
@@ -164,9 +163,7 @@ inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* s
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), device_type,
       like.get_device_index(), &handle));
-  const Tensor tensor(handle);
-  if (tensor.is_cpu()) prefer_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
-  return tensor;
+  return Tensor(handle);
 }
 
 #ifdef MYVISION_GPU

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from myvision._arguments import check_tensor
+from myvision._checks import check_tensor
 
 
 def check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from myvision._arguments import check_tensor
+from myvision._checks import check_tensor
 from myvision.nn._masks import check_mask, check_mask_dtype, merge_masks
 from myvision.ops.attention import Alignment, scaled_dot_product_attention
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from myvision._arguments import check_tensor
+from myvision._checks import check_tensor
 from myvision.nn._masks import is_causal_mask
 from myvision.nn._transformer import add_norm, feed_forward, use_fused_modules
 from myvision.nn.attention import KeyValueCache

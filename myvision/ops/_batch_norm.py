@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from myvision._autograd import register_autograd, register_second_derivative
+from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.vmap import register_vmap
+from myvision._formulas._normalise import finish, per_channel, real
+from myvision._formulas.batch_norm import batch_norm as batch_norm_reference
+from myvision._formulas.group_norm import group_norm as group_norm_reference
 from myvision._layout import dense_like
-from myvision._reference._normalise import finish, per_channel, real
-from myvision._reference.batch_norm import batch_norm as batch_norm_reference
-from myvision._reference.group_norm import group_norm as group_norm_reference
-from myvision._vmap import register_vmap
 from myvision.ops._norm import (
     argument_positions,
     check,

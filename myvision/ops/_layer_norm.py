@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from myvision._autograd import register_autograd, register_second_derivative
+from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.vmap import register_vmap
+from myvision._formulas._dropout import dropout
+from myvision._formulas._normalise import real
+from myvision._formulas.layer_norm import layer_norm as layer_norm_reference
+from myvision._formulas.rms_norm import rms_norm as rms_norm_reference
 from myvision._layout import dense_like
-from myvision._reference._dropout import dropout
-from myvision._reference._normalise import real
-from myvision._reference.layer_norm import layer_norm as layer_norm_reference
-from myvision._reference.rms_norm import rms_norm as rms_norm_reference
-from myvision._vmap import register_vmap
 from myvision.ops._dropout import check_dropout
 from myvision.ops._norm import (
     argument_positions,

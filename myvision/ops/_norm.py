@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from myvision._autocast import register_autocast
+from myvision._dispatch.autocast import register_autocast
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PARAMETERS = ("weight", "bias", "running_mean", "running_var")

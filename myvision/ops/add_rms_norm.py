@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from myvision._overrides import overridable
-from myvision._reference.add_rms_norm import add_rms_norm as reference
+from myvision._dispatch.overrides import overridable
+from myvision._formulas.add_rms_norm import add_rms_norm as reference
 from myvision.ops._dropout import check_probability, new_seed
 from myvision.ops._layer_norm import as_shape, fake_add_rms_norm, register_add
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`

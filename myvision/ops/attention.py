@@ -8,13 +8,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from myvision._arguments import check_number, check_tensor, is_integer
-from myvision._autocast import cast_to, register_autocast
-from myvision._autograd import register_autograd, register_second_derivative
-from myvision._overrides import overridable
-from myvision._reference.attention import attention as reference
-from myvision._tracing import constant
-from myvision._vmap import register_vmap
+from myvision._checks import check_number, check_tensor, is_integer
+from myvision._dispatch.autocast import cast_to, register_autocast
+from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.overrides import overridable
+from myvision._dispatch.tracing import constant
+from myvision._dispatch.vmap import register_vmap
+from myvision._formulas.attention import attention as reference
 from myvision.ops import _norm
 from myvision.ops._dropout import check_dropout, check_probability, new_seed
 from myvision.ops._norm import DTYPES as _DTYPES

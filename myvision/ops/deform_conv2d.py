@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.utils import _pair
 
-from myvision._autocast import register_autocast
-from myvision._autograd import register_autograd, register_second_derivative
+from myvision._dispatch.autocast import register_autocast
+from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.overrides import overridable
+from myvision._dispatch.tracing import constant
+from myvision._formulas import deform_conv2d as reference
 from myvision._layout import is_channels_last
-from myvision._overrides import overridable
-from myvision._reference import deform_conv2d as reference
-from myvision._tracing import constant
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _forward = torch.ops.myvision.deform_conv2d.default

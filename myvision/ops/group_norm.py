@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from myvision._overrides import overridable
-from myvision._reference.group_norm import group_norm as reference
+from myvision._dispatch.overrides import overridable
+from myvision._formulas.group_norm import group_norm as reference
 from myvision.ops._batch_norm import fake_group_norm, register
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import check_more_than_one

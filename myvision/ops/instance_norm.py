@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from myvision._overrides import overridable
-from myvision._reference.instance_norm import instance_norm as reference
-from myvision._reference.instance_norm import instance_norm_update as update_reference
+from myvision._dispatch.overrides import overridable
+from myvision._formulas.instance_norm import instance_norm as reference
+from myvision._formulas.instance_norm import instance_norm_update as update_reference
 from myvision.ops._batch_norm import register, running_fakes
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import check_more_than_one

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from myvision._overrides import overridable
-from myvision._reference.layer_norm import layer_norm as reference
+from myvision._dispatch.overrides import overridable
+from myvision._formulas.layer_norm import layer_norm as reference
 from myvision.ops._layer_norm import as_shape, fake_layer_norm, is_first, register
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from myvision._autograd import register_autograd
 from myvision._broadcast import MAX_DIMS, broadcastable, empty_broadcast
+from myvision._dispatch.autograd import register_autograd
 
 _DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),

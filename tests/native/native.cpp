@@ -11,14 +11,16 @@
 #include "common/cpu_capability.h"
 #include "common/gemm.h"
 #include "common/vec_io.h"
-#include "ops/deform_conv2d/deform_conv2d_layout.h"
+#include "ops/deform_conv2d/cpu/deform_conv2d_layout.h"
+#include "ops/deform_conv2d/cpu/deform_conv2d_sampling.h"
 #include "ops/deform_conv2d/deform_conv2d_math.h"
-#include "ops/deform_conv2d/deform_conv2d_sampling.h"
 
 namespace py = pybind11;
 
 namespace myvision::CPU_CAPABILITY {
 namespace {
+
+using namespace deform_conv2d;
 
 using Address = std::uintptr_t;
 

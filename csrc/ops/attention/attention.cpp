@@ -7,7 +7,6 @@
 #include <tuple>
 #include <vector>
 
-#include "common/cpu_kernels.h"
 #include "common/stable.h"
 
 namespace myvision {
@@ -286,7 +285,7 @@ void run_forward(const Call& call) {
       torch::stable::new_empty(call.query, {attention_forward_cuda_workspace(call.params)}, ScalarType::Byte);
   check_launch("attention", attention_forward_cuda(call.params, workspace.mutable_data_ptr(), gpu.stream()));
 #else
-  cpu_kernels().attention_forward(call.params);
+  attention_forward_cpu(call.params);
 #endif
 }
 
@@ -298,7 +297,7 @@ void run_backward(const Call& call, const AttentionGradients& gradients) {
   check_launch("attention",
                attention_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
 #else
-  cpu_kernels().attention_backward(call.params, gradients);
+  attention_backward_cpu(call.params, gradients);
 #endif
 }
 

@@ -12,6 +12,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/cpu_kernel.h"
 #include "common/dtype.h"
 #include "common/host_device.h"
 #include "common/strided.h"
@@ -60,6 +61,9 @@ struct AttentionSequence {
 
   MYVISION_HOST_DEVICE int64_t shift(const AttentionParams& p) const { return p.bottom_right ? keys - queries : 0; }
 };
+
+MYVISION_CPU_KERNEL(attention, forward, AttentionParams)
+MYVISION_CPU_KERNEL(attention, backward, AttentionParams, AttentionGradients)
 
 namespace detail {
 MYVISION_HOST_DEVICE int64_t between(int64_t least, int64_t value, int64_t most) {

@@ -6,7 +6,6 @@
 #include <tuple>
 #include <vector>
 
-#include "common/cpu_kernels.h"
 #include "common/norm.h"
 
 namespace myvision {
@@ -91,10 +90,10 @@ void run_backward(const Call& call, const BatchNormGradients& gradients) {
   check_launch(call.op, batch_norm_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
 }
 #else
-void run_forward(const Call& call) { cpu_kernels().batch_norm_forward(call.params); }
+void run_forward(const Call& call) { batch_norm_forward_cpu(call.params); }
 
 void run_backward(const Call& call, const BatchNormGradients& gradients) {
-  cpu_kernels().batch_norm_backward(call.params, gradients);
+  batch_norm_backward_cpu(call.params, gradients);
 }
 #endif
 

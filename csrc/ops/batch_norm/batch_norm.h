@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/activation.h"
+#include "common/cpu_kernel.h"
 #include "common/dtype.h"
 #include "common/host_device.h"
 #include "common/strided.h"
@@ -54,6 +55,9 @@ struct BatchNormGradients {
   // normalised, where g is the gradient before the activation. Finish takes them divided by the number of elements.
   void* sums;
 };
+
+MYVISION_CPU_KERNEL(batch_norm, forward, BatchNormParams)
+MYVISION_CPU_KERNEL(batch_norm, backward, BatchNormParams, BatchNormGradients)
 
 MYVISION_HOST_DEVICE int64_t number_of_groups(const BatchNormParams& p) {
   return p.groups == 0 ? p.channels : p.batch * p.groups;

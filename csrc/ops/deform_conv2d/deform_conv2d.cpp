@@ -6,7 +6,6 @@
 #include <tuple>
 #include <vector>
 
-#include "common/cpu_kernels.h"
 #include "common/stable.h"
 
 namespace myvision {
@@ -186,10 +185,10 @@ void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients&
              });
 }
 #else
-void run_forward(const DeformConv2dParams& params, const Tensor&) { cpu_kernels().deform_conv2d_forward(params); }
+void run_forward(const DeformConv2dParams& params, const Tensor&) { deform_conv2d_forward_cpu(params); }
 
 void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&, bool) {
-  cpu_kernels().deform_conv2d_backward(params, gradients);  // deterministic anyway
+  deform_conv2d_backward_cpu(params, gradients);  // deterministic anyway
 }
 #endif
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/cpu_kernel.h"
 #include "common/dtype.h"
 #include "common/strided.h"
 
@@ -25,6 +26,9 @@ struct DeformConv2dParams {
 struct DeformConv2dGradients {
   Strided4 input, weight, offset, mask, bias;
 };
+
+MYVISION_CPU_KERNEL(deform_conv2d, forward, DeformConv2dParams)
+MYVISION_CPU_KERNEL(deform_conv2d, backward, DeformConv2dParams, DeformConv2dGradients)
 
 // Workspace the GPU launchers need, in bytes; the glue allocates it through torch.
 int64_t deform_conv2d_forward_cuda_workspace(const DeformConv2dParams& params);

@@ -6,7 +6,6 @@
 #include <tuple>
 #include <vector>
 
-#include "common/cpu_kernels.h"
 #include "common/norm.h"
 
 namespace myvision {
@@ -89,7 +88,7 @@ void run_forward(const Call& call) {
   const GpuScope gpu(call.input);
   check_launch(call.op, layer_norm_forward_cuda(call.params, gpu.stream()));
 #else
-  cpu_kernels().layer_norm_forward(call.params);
+  layer_norm_forward_cpu(call.params);
 #endif
 }
 
@@ -100,7 +99,7 @@ void run_backward(const Call& call, const LayerNormGradients& gradients) {
   const Tensor workspace = torch::stable::new_empty(call.input, {bytes}, ScalarType::Byte);
   check_launch(call.op, layer_norm_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
 #else
-  cpu_kernels().layer_norm_backward(call.params, gradients);
+  layer_norm_backward_cpu(call.params, gradients);
 #endif
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "common/activation.h"
+#include "common/cpu_kernel.h"
 #include "common/dtype.h"
 #include "common/host_device.h"
 #include "common/strided.h"
@@ -45,6 +46,9 @@ struct LayerNormGradients {
   void* weight;  // Real[channels]
   void* bias;    // Real[channels]
 };
+
+MYVISION_CPU_KERNEL(layer_norm, forward, LayerNormParams)
+MYVISION_CPU_KERNEL(layer_norm, backward, LayerNormParams, LayerNormGradients)
 
 MYVISION_HOST_DEVICE int64_t number_of_rows(const LayerNormParams& p) { return p.batch * p.height * p.width; }
 

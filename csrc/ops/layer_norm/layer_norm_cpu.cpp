@@ -7,7 +7,7 @@
 #include "common/workspace.h"
 #include "ops/layer_norm/layer_norm_rows.h"
 
-namespace myvision::CPU_CAPABILITY {
+namespace myvision::CPU_CAPABILITY::layer_norm {
 namespace {
 
 constexpr int64_t kGrain = 16384;            // elements that are worth a thread
@@ -329,12 +329,10 @@ void run(bool in_place, const LayerNormParams& params, const Arguments&... argum
 
 }  // namespace
 
-void layer_norm_forward(const LayerNormParams& p) {
-  run<Forward>(lie_along(p.input, p.addend, p.sum, p.residual, p.output), p);
-}
+void forward(const LayerNormParams& p) { run<Forward>(lie_along(p.input, p.addend, p.sum, p.residual, p.output), p); }
 
-void layer_norm_backward(const LayerNormParams& p, const LayerNormGradients& g) {
+void backward(const LayerNormParams& p, const LayerNormGradients& g) {
   run<Backward>(lie_along(p.input, p.residual, g.output, g.sum, g.input, g.dropped, g.residual), p, g);
 }
 
-}  // namespace myvision::CPU_CAPABILITY
+}  // namespace myvision::CPU_CAPABILITY::layer_norm

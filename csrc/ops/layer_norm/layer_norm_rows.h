@@ -8,7 +8,7 @@
 #include "common/philox_vec.h"
 #include "ops/layer_norm/layer_norm.h"
 
-namespace myvision::CPU_CAPABILITY {
+namespace myvision::CPU_CAPABILITY::layer_norm {
 
 inline constexpr int kStreams = 4;  // vectors that are worked on side by side; those behind activations one by one
 inline constexpr int64_t kDropoutChunk = 1024;  // elements whose dropout is drawn at a time
@@ -262,4 +262,4 @@ inline void add_to_sums(int64_t n, const Statistics<T>* statistics, const S* con
   if (sums.bias) add_to_sums<ROWS, false, true>(n, statistics, x, g, sums);
 }
 
-}  // namespace myvision::CPU_CAPABILITY
+}  // namespace myvision::CPU_CAPABILITY::layer_norm

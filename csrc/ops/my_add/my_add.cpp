@@ -1,7 +1,6 @@
 // my_add for torch: schema, checks, allocation, registration.
 #include "ops/my_add/my_add.h"
 
-#include "common/cpu_kernels.h"
 #include "common/stable.h"
 #include "common/type_promotion.h"
 
@@ -35,7 +34,7 @@ void run(const MyAddParams& params, [[maybe_unused]] const Tensor& output) {
   const GpuScope gpu(output);
   check_launch("my_add", my_add_cuda(params, gpu.stream()));
 #else
-  cpu_kernels().my_add(params);
+  my_add_forward_cpu(params);
 #endif
 }
 

@@ -7,15 +7,15 @@
 
 #if defined(CPU_CAPABILITY_AVX512)
 // Bound by memory, where vectors of 512 bits were 3 to 12 % slower than torch.add and those of 256 bits as fast.
-namespace myvision::AVX2 {
-void my_add(const MyAddParams& params);
+namespace myvision::AVX2::my_add {
+CpuKernel<MyAddParams> forward;
 }
-namespace myvision::AVX512 {
-void my_add(const MyAddParams& params) { AVX2::my_add(params); }
-}  // namespace myvision::AVX512
+namespace myvision::AVX512::my_add {
+void forward(const MyAddParams& params) { AVX2::my_add::forward(params); }
+}  // namespace myvision::AVX512::my_add
 #else
 
-namespace myvision::CPU_CAPABILITY {
+namespace myvision::CPU_CAPABILITY::my_add {
 namespace {
 
 constexpr int64_t kBlock = 512;    // elements brought together at a time: three blocks of any type stay in L1
@@ -139,7 +139,7 @@ void add_all(const MyAddParams& params) {
 
 }  // namespace
 
-void my_add(const MyAddParams& params) {
+void forward(const MyAddParams& params) {
   switch (params.dtype) {
     case Dtype::Float64:
       return add_all<double>(params);
@@ -162,5 +162,5 @@ void my_add(const MyAddParams& params) {
   }
 }
 
-}  // namespace myvision::CPU_CAPABILITY
+}  // namespace myvision::CPU_CAPABILITY::my_add
 #endif
