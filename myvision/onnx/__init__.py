@@ -9,33 +9,18 @@ packages of the extra ``myvision[onnx]``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from myvision.onnx._norms import UnsupportedError, norm_translations
-from myvision.onnx.attention import attention_translations
+from myvision.onnx._graph import DOMAIN, Opset, Translation, UnsupportedError
 
 __all__ = ["DEFAULT_OPSET", "add_function_bodies", "export", "translation_table"]
 
 DEFAULT_OPSET = 20  # what torch.onnx.export targets by itself; DeformConv came with 19
-
-_DOMAIN = "myvision"
-
-# x + x is exact in every type; a product with 2 would need a constant of the type of x.
-_MY_ADD_BODY = """
-<domain: "myvision", opset_import: ["": {opset}]>
-my_add (x, y) => (output) {{
-    twice_x = Add(x, x)
-    output = Add(twice_x, y)
-}}
-"""
-_MY_ADD_TYPES = ("double", "float", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
-
-Value = Any  # a value of the graph that onnxscript builds
-Translation = Callable[..., Value]
 
 
 def translation_table(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Translation]:
@@ -62,12 +47,13 @@ def translation_table(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Tr
             import_module(package)
         except ImportError as error:
             raise ImportError(f"ONNX export needs {package}: pip install 'myvision[onnx]' ({error})") from error
-    operators = torch.ops.myvision
+    from onnxscript import values
+
+    op = values.Opset("", opset)
     return {
-        operators.my_add.default: _my_add_translation(opset),
-        operators.deform_conv2d.default: _deform_conv2d_translation(opset),
-        **norm_translations(opset),
-        **attention_translations(opset),
+        overload: _bind(function, overload, op)
+        for module in _modules()
+        for overload, function in module.TRANSLATIONS.items()
     }
 
 
@@ -88,13 +74,15 @@ def add_function_bodies(program: torch.onnx.ONNXProgram) -> torch.onnx.ONNXProgr
     import onnx_ir
 
     model = program.model
-    proto = onnx.parser.parse_function(_MY_ADD_BODY.format(opset=model.opset_imports[""]))
-    body = onnx_ir.serde.deserialize_function(proto)
     graphs: list[onnx_ir.Graph | onnx_ir.Function] = [model.graph, *model.functions.values()]
-    nodes = (node for graph in graphs for node in onnx_ir.traversal.RecursiveGraphIterator(graph))
-    if any(node.op_identifier() == body.identifier() for node in nodes):
-        model.functions[body.identifier()] = body
-        model.opset_imports.setdefault(_DOMAIN, 1)
+    called = {node.op_identifier() for graph in graphs for node in onnx_ir.traversal.RecursiveGraphIterator(graph)}
+    for module in _modules():
+        if text := getattr(module, "FUNCTION_BODY", None):
+            proto = onnx.parser.parse_function(text.format(opset=model.opset_imports[""]))
+            body = onnx_ir.serde.deserialize_function(proto)
+            if body.identifier() in called:
+                model.functions[body.identifier()] = body
+                model.opset_imports.setdefault(DOMAIN, 1)
     return program
 
 
@@ -161,69 +149,21 @@ def export(
     return program
 
 
-def _my_add_translation(opset: int) -> Translation:
-    from onnx.defs import OpSchema
-    from onnxscript.values import Op, Opset
+def _bind(function: Translation, overload: torch._ops.OpOverload, op: Opset) -> Translation:
+    """The translation as the exporter calls it: with the operator's arguments in the order of its schema."""
+    names = [argument.name for argument in overload._schema.arguments]
 
-    op = Opset("", opset)
-    # The exporter inlines each function it knows: so the node is written bare, and its body is added at the end.
-    x, y, output = (OpSchema.FormalParameter(name, "T") for name in ("x", "y", "output"))
-    types = ("T", [f"tensor({name})" for name in _MY_ADD_TYPES], "any number")
-    schema = OpSchema("my_add", _DOMAIN, 1, inputs=[x, y], outputs=[output], type_constraints=[types])
-    node = Op(Opset(_DOMAIN, 1), "my_add", schema)
+    def translation(*args: Any) -> Any:
+        return function(op, **dict(zip(names, args, strict=True)))
 
-    def my_add(x: Value, y: Value) -> Value:
-        dtype = _result_type(x, y)
-        return node(*(value if value.dtype == dtype else op.Cast(value, to=dtype) for value in (x, y)))
-
-    return my_add
+    return translation
 
 
-def _result_type(*values: Value) -> Any:
-    """Return the ONNX type that torch promotes the values to; it minds tensors without dimensions."""
-    from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
-
-    examples = (
-        torch.empty((1,) * len(value.shape), dtype=to_torch_dtype(value.dtype), device="meta") for value in values
-    )
-    return from_torch_dtype(torch.result_type(*examples))
-
-
-def _deform_conv2d_translation(opset: int) -> Translation:
-    from onnxscript.values import Opset
-
-    op = Opset("", opset)
-
-    def deform_conv2d(
-        input: Value,
-        weight: Value,
-        offset: Value,
-        mask: Value,
-        bias: Value,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
-        offset_groups: int,
-    ) -> Value:
-        if opset < 19:
-            raise UnsupportedError(f"deform_conv2d needs ONNX opset 19 or later, got opset_version={opset}")
-        if opset < 22 and input.dtype.name == "BFLOAT16":
-            raise UnsupportedError(f"deform_conv2d of bfloat16 needs ONNX opset 22 or later, got {opset}")
-        return op.DeformConv(
-            input,
-            weight,
-            offset,
-            bias,
-            mask,
-            strides=stride,
-            pads=[*padding, *padding],  # in front of each axis, then behind each
-            dilations=dilation,
-            group=groups,
-            offset_group=offset_groups,
-        )
-
-    return deform_conv2d
+def _modules() -> Iterator[Any]:
+    """Those of the operators: one a file, with TRANSLATIONS and, where ONNX has no such node, FUNCTION_BODY."""
+    for module in pkgutil.iter_modules(__path__):
+        if not module.name.startswith("_"):
+            yield import_module(f"{__name__}.{module.name}")
 
 
 def _check_arguments(*, dynamo: bool = True, verify: bool = False, **_: Any) -> None:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from myvision.onnx._norms import HALF_TYPES, UnsupportedError
-
-Value = Any  # a value of the graph that onnxscript builds
-_FLOAT = 1  # ONNX's number of the type
+from myvision.onnx._graph import Opset, UnsupportedError, Value, number, real
 
 
-def attention_translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The translations of attention, by operator."""
+def attention(op: Opset, **arguments: Any) -> Value:
+    translation = _Attention(op, **arguments)
+    return translation.node() if op.version >= 23 and not translation.caps_a_mask else translation.formula()[0]
 
-    def attention(*args: Any) -> Value:
-        translation = _Attention(opset, *args)
-        return translation.node() if opset >= 23 and not translation.caps_a_mask else translation.formula()[0]
 
-    def attention_with_lse(*args: Any) -> tuple[Value, Value]:
-        return _Attention(opset, *args).formula()
-
-    operators = torch.ops.myvision.attention
-    return {operators.default: attention, operators.with_lse: attention_with_lse}
+def attention_with_lse(op: Opset, **arguments: Any) -> tuple[Value, Value]:
+    return _Attention(op, **arguments).formula()
 
 
 class _Attention:
@@ -33,7 +24,8 @@ class _Attention:
 
     def __init__(
         self,
-        opset: int,
+        op: Opset,
+        *,
         query: Value,
         key: Value,
         value: Value,
@@ -50,13 +42,11 @@ class _Attention:
         scale: float | None,
         softcap: float,
     ) -> None:
-        from onnxscript.values import Opset
-
         if cu_seqlens_q is not None:
             raise UnsupportedError("varlen_attention has no form in ONNX: use scaled_dot_product_attention with a mask")
         if dropout_p:
             raise UnsupportedError("attention with dropout has no form in ONNX: export with dropout_p=0")
-        self.op = Opset("", opset)
+        self.op = op
         self.query, self.key, self.value = query, key, value
         self.mask, self.slopes = attn_mask, alibi_slopes
         self.is_causal, self.bottom_right = is_causal, causal_alignment == "bottom_right"
@@ -94,12 +84,12 @@ class _Attention:
         op = self.op
         heads, key_heads = int(self.query.shape[1]), int(self.key.shape[1])
         grouped = op.Constant(value_ints=[0, key_heads, heads // key_heads, -1, int(self.query.shape[3])])
-        query = op.Reshape(self._real(self.query), grouped)
+        query = op.Reshape(real(self.op, self.query), grouped)
         one = op.Constant(value_ints=[2])
-        key, value = (op.Unsqueeze(self._real(rows), one) for rows in (self.key, self.value))
-        scores = op.MatMul(op.Mul(query, self._number(self.scale, query)), op.Transpose(key, perm=[0, 1, 2, 4, 3]))
+        key, value = (op.Unsqueeze(real(op, rows), one) for rows in (self.key, self.value))
+        scores = op.MatMul(op.Mul(query, number(op, self.scale, query)), op.Transpose(key, perm=[0, 1, 2, 4, 3]))
         if self.softcap:
-            cap = self._number(self.softcap, scores)
+            cap = number(op, self.softcap, scores)
             scores = op.Mul(cap, op.Tanh(op.Div(scores, cap)))
         lengths = op.Concat(self._length(self.query), self._length(self.key), axis=0)
         flat = op.Concat(op.Constant(value_ints=[0, heads]), lengths, axis=0)
@@ -128,7 +118,7 @@ class _Attention:
     def _bias(self) -> Value:
         """What is added to the scores: the mask, the slopes, and -inf where a key is not seen."""
         op = self.op
-        like = self._real(self.query)
+        like = real(self.op, self.query)
         distance, bias = self._distance(), None
         if self.slopes is not None:
             slopes = op.CastLike(op.Unsqueeze(self.slopes, op.Constant(value_ints=[-2, -1])), like)
@@ -145,7 +135,7 @@ class _Attention:
             mask = op.CastLike(self.mask, like)
             bias = mask if bias is None else op.Add(bias, mask)
         for seen in visible:
-            hidden = op.Where(seen, self._number(0.0, like), self._number(-math.inf, like))
+            hidden = op.Where(seen, number(self.op, 0.0, like), number(self.op, -math.inf, like))
             bias = hidden if bias is None else op.Add(bias, hidden)
         return op.CastLike(bias, self.query)
 
@@ -163,8 +153,8 @@ class _Attention:
     def _length(self, rows: Value) -> Value:
         return self.op.Shape(rows, start=2, end=3)
 
-    def _real(self, x: Value) -> Value:
-        return self.op.Cast(x, to=_FLOAT) if x.dtype.name in HALF_TYPES else x
 
-    def _number(self, value: float, like: Value) -> Value:
-        return self.op.CastLike(self.op.Constant(value_float=value), like)
+TRANSLATIONS = {
+    torch.ops.myvision.attention.default: attention,
+    torch.ops.myvision.attention.with_lse: attention_with_lse,
+}
