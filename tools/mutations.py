@@ -1,7 +1,7 @@
 """Small faults to plant in the sources, one at a time: the measure of the tests. tools/mutate.py plants them.
 
-Each has a file, a piece of its text that occurs once, what stands there instead, and the tests that are asked first. They
-were written down before the tests of ``make test`` were chosen.
+Each has a file, a piece of its text that occurs once, what stands there instead, and the tests that are asked first.
+They were written down before the tests of ``make test`` were chosen.
 """
 
 from __future__ import annotations
