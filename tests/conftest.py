@@ -9,6 +9,7 @@ import pytest
 import torch
 from emulation import EMULATORS, in_place_of_cpu, is_supported
 from helpers import FLOATING_DTYPES, LAYOUTS, available_instruction_sets
+from selection import chosen
 
 
 def name_of(value: object) -> str:
@@ -74,9 +75,23 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks what needs a GPU, for `pytest -m gpu`."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    share = parser.getgroup("share of the parametrised tests").addoption
+    share("--all", action="store_const", dest="share", const="all", default="chosen", help="the whole of each product")
+    share("--rest", action="store_const", dest="share", const="rest", help="what is left out without --all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what needs a GPU, for `pytest -m gpu`, and leaves out what is not of the share that is asked for."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if "gpu" in item.fixturenames or "cuda" in (parameters.get("device"), parameters.get("real_device")):
             item.add_marker("gpu")
+    named = any("::" in argument for argument in config.args)  # whoever names tests gets them all
+    if config.option.share == "all" or named:
+        return
+    of_share = set(chosen(items))
+    if config.option.share == "rest":
+        of_share = set(items) - of_share
+    config.hook.pytest_deselected(items=[item for item in items if item not in of_share])
+    items[:] = [item for item in items if item in of_share]
