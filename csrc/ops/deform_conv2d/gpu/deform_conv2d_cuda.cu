@@ -1,7 +1,8 @@
 // Launches deform_conv2d's kernels: chooses tiles, lays out the workspace, cuts the batch where that is bounded.
 #include <algorithm>
 
-#include "ops/deform_conv2d/gpu/deform_conv2d_kernel.cuh"
+#include "ops/deform_conv2d/gpu/deform_conv2d_backward.cuh"
+#include "ops/deform_conv2d/gpu/deform_conv2d_forward.cuh"
 
 namespace myvision {
 namespace {
