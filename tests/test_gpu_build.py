@@ -109,8 +109,8 @@ def test_a_report_that_is_not_understood_is_an_error(lost: str) -> None:
 
 def test_the_table_has_a_line_per_kernel_with_the_worst_of_each_architecture() -> None:
     kernels = [
-        tool.Kernel("_ZN8myvision6kernelIfLi4EEEvPT_", "sm_80", registers=40, shared=64, spilled=0, local=0),
-        tool.Kernel("_ZN8myvision6kernelIfLi4EEEvPT_", "sm_90", registers=48, shared=32, spilled=8, local=16),
+        tool.Kernel("_ZN8myvision3gpu2op6kernelIfLi4EEEvPT_", "sm_80", registers=40, shared=64, spilled=0, local=0),
+        tool.Kernel("_ZN8myvision3gpu2op6kernelIfLi4EEEvPT_", "sm_90", registers=48, shared=32, spilled=8, local=16),
     ]
     header, line = tool.table(kernels).splitlines()
     assert header.split() == ["registers", "sm_80", "sm_90", "shared", "spilled", "local"]

@@ -217,10 +217,10 @@ def compile_all(compiler: Compiler, sources: Sequence[str]) -> list[Kernel]:
 
 
 def short_names(kernels: Sequence[Kernel]) -> list[str]:
-    """Demangled, without parameters and the project's namespace."""
+    """Demangled, without parameters and the project's namespaces."""
     mangled = "\n".join(kernel.name for kernel in kernels)
     demangled = subprocess.run(["c++filt", "--no-params"], input=mangled, capture_output=True, text=True, check=True)
-    return re.sub(r"\bmyvision::|\(anonymous namespace\)::", "", demangled.stdout).replace("> >", ">>").splitlines()
+    return re.sub(r"\bmyvision::(gpu::\w+::)?|\(anonymous namespace\)::", "", demangled.stdout).replace("> >", ">>").splitlines()
 
 
 def table(kernels: Sequence[Kernel]) -> str:

@@ -16,7 +16,7 @@
 #pragma once
 #include "ops/deform_conv2d/gpu/deform_conv2d_kernel.cuh"
 
-namespace myvision {
+namespace myvision::gpu::deform_conv2d {
 
 // ---- input, offset and mask -----------------------------------------------------------------------------------------
 
@@ -356,4 +356,4 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::deform_conv2d

@@ -5,6 +5,7 @@
 #include "ops/deform_conv2d/gpu/deform_conv2d_forward.cuh"
 
 namespace myvision {
+using namespace gpu::deform_conv2d;
 namespace {
 
 constexpr int64_t kEnoughBlocks = 256;  // a smaller tile is better than fewer blocks: large GPUs run these at once

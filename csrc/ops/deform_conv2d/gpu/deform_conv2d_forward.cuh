@@ -7,7 +7,7 @@
 #pragma once
 #include "ops/deform_conv2d/gpu/deform_conv2d_kernel.cuh"
 
-namespace myvision {
+namespace myvision::gpu::deform_conv2d {
 
 // Adds the bias and writes a tile: `channels` channels from first_channel on, at the first `pixels` positions of
 // output.
@@ -82,4 +82,4 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
   }
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::deform_conv2d

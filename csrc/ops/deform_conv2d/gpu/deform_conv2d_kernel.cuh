@@ -14,7 +14,7 @@
 #include "ops/deform_conv2d/deform_conv2d.h"
 #include "ops/deform_conv2d/deform_conv2d_math.h"
 
-namespace myvision {
+namespace myvision::gpu::deform_conv2d {
 
 // Sizes that every kernel derives from DeformConv2dParams.
 struct DeformConv2dSizes {
@@ -316,4 +316,4 @@ __global__ void pack_weight(const Strided4 weight, T* packed, const DeformConv2d
   }
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::deform_conv2d
