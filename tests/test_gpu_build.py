@@ -72,6 +72,17 @@ __global__ void __launch_bounds__(1024) spills(float* data) {
 #pragma unroll
   for (int i = 0; i < 400; ++i) data[i * 1024 + threadIdx.x] = held[399 - i];
 }
+
+template <int kDeclared>
+__device__ void reverse(float* data) {
+  MYVISION_DYNAMIC_SHARED(float, dynamic, kDeclared);
+  MYVISION_SHARED(float, variable, [64]);
+  dynamic[threadIdx.x] = variable[threadIdx.x] = data[threadIdx.x];
+  __syncthreads();
+  data[threadIdx.x] = dynamic[63 - threadIdx.x] + variable[63 - threadIdx.x];
+}
+__global__ void declares(float* data) { reverse<256>(data); }
+__global__ void forgets(float* data) { reverse<16>(data); }
 """
 
 
@@ -109,8 +120,8 @@ def test_a_report_that_is_not_understood_is_an_error(lost: str) -> None:
 
 def test_the_table_has_a_line_per_kernel_with_the_worst_of_each_architecture() -> None:
     kernels = [
-        tool.Kernel("_ZN8myvision6kernelIfLi4EEEvPT_", "sm_80", registers=40, shared=64, spilled=0, local=0),
-        tool.Kernel("_ZN8myvision6kernelIfLi4EEEvPT_", "sm_90", registers=48, shared=32, spilled=8, local=16),
+        tool.Kernel("_ZN8myvision3gpu2op6kernelIfLi4EEEvPT_", "sm_80", registers=40, shared=64, spilled=0, local=0),
+        tool.Kernel("_ZN8myvision3gpu2op6kernelIfLi4EEEvPT_", "sm_90", registers=48, shared=32, spilled=8, local=16),
     ]
     header, line = tool.table(kernels).splitlines()
     assert header.split() == ["registers", "sm_80", "sm_90", "shared", "spilled", "local"]
@@ -118,11 +129,14 @@ def test_the_table_has_a_line_per_kernel_with_the_worst_of_each_architecture() -
 
 
 @pytest.mark.parametrize("name", ["nvcc", "clang"])
-def test_finds_seeded_spills_and_local_arrays(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finds_seeded_spills_local_arrays_and_declarations(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     compiler = for_one_architecture(name)
     source = tmp_path / "seeded.cu"
     source.write_text(SEEDED)
-    local, spills = sorted(tool.check(compiler, [source]))
+    forgets, local, spills = sorted(tool.check(compiler, [source]))
+    assert re.match(r"forgets for \w+ declares 16 bytes of variables in shared memory, and has 256", forgets)
     assert re.match(r"local for \w+ keeps \d+ bytes of local memory", local)
     assert re.match(r"spills for \w+ spills \d+ bytes", spills)
     assert "good" in capsys.readouterr().out

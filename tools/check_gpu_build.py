@@ -4,8 +4,9 @@
 
 Three compilers take the kernels: nvcc, hipcc (the sources as hipify translates them) and clang (the sources as they
 are, for GPUs that hipcc may be too old for). A table shows registers, shared memory and spills. Fails where a file does
-not compile, where a kernel spills registers to memory, and where one keeps local memory: an array that the compiler
-could not hold in registers, usually because it is indexed by what is known at run time only.
+not compile, where a kernel spills registers to memory, where one keeps local memory (an array that the compiler could
+not hold in registers, usually because it is indexed by what is known at run time only), and where one's variables in
+shared memory take another number of bytes than it declares by MYVISION_DYNAMIC_SHARED.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Kernel:
     shared: int
     spilled: int
     local: int
+    declared: int | None = None  # of shared memory, where the kernel says what it has
 
 
 def sections(report: str, title: str) -> list[str]:
@@ -109,6 +111,15 @@ def read_amdgpu(report: str, architecture: str) -> list[Kernel]:
     ]
 
 
+def declarations(assembly: str, opening: str) -> dict[str, int]:
+    """The bytes of shared memory that kernels declare, by name; the pattern opens a kernel and captures that."""
+    _, *parts = re.split(opening, assembly)
+    found = {
+        name: re.search(r"shared variables: (\d+) bytes", text) for name, text in zip(*[iter(parts)] * 2, strict=True)
+    }
+    return {name: int(match[1]) for name, match in found.items() if match}
+
+
 # ---- compilers -------------------------------------------------------------------------------------------------------
 
 
@@ -119,24 +130,29 @@ class Compiler:
     program: str
     package: str  # what brings the program
     architectures: tuple[str, ...]
-    options: tuple[str, ...]  # {} stands for the architecture
+    options: tuple[str, ...]  # {} stands for the architecture, {scratch} for a folder
+    assembly: str  # which files in that folder hold it
+    opening: str  # of a kernel in it
     read: Callable[[str, str], list[Kernel]]
     hipified: bool = False
 
     def compile(self, source: Path, architecture: str) -> list[Kernel]:
         """The source's kernels for one architecture."""
-        options = [option.format(architecture) for option in self.options]
         with tempfile.TemporaryDirectory() as scratch:
+            options = [option.format(architecture, scratch=scratch) for option in self.options]
             command = [self.program, *build_script.gpu_compiler_flags(), *options, str(source), "-o", f"{scratch}/out"]
             result = subprocess.run(command, env=os.environ | {"HIP_PLATFORM": "amd"}, capture_output=True, text=True)
+            assembly = "\n".join(path.read_text() for path in Path(scratch).glob(self.assembly))
         if result.returncode != 0:
             fail(f"{Path(self.program).name} does not compile {source} for {architecture}:\n{result.stderr}")
         kernels = self.read(result.stderr, architecture)
         if not kernels:
             fail(f"{Path(self.program).name} reports no kernel in {source}:\n{result.stderr}")
-        return kernels
+        declared = declarations(assembly, self.opening)
+        return [replace(kernel, declared=declared.get(kernel.name)) for kernel in kernels]
 
 
+OPENING_OF_AMDGPU = r"-- Begin function (\w+)"
 REPORT_OF_AMDGPU = "-Rpass-analysis=kernel-resource-usage"
 BITCODE = f"/usr/lib/{platform.machine()}-linux-gnu/amdgcn/bitcode"
 # AMD's device library, without which kernels are full of calls; clang itself refuses one that is older than the GPU.
@@ -150,7 +166,13 @@ COMPILERS = {
         program="nvcc",
         package="NVIDIA's CUDA toolkit, where CUDA_HOME or PATH leads to it",
         architectures=("sm_75", "sm_80", "sm_90", "sm_100", "sm_120"),
-        options=("-arch={}", "-cubin", "-Xptxas", "-v", *cpp_extension.COMMON_NVCC_FLAGS, f"-I{build_script.CSRC}"),
+        options=(
+            *("-arch={}", "-cubin", "-Xptxas", "-v", "--keep", "--keep-dir={scratch}"),
+            *cpp_extension.COMMON_NVCC_FLAGS,
+            f"-I{build_script.CSRC}",
+        ),
+        assembly="*.ptx",
+        opening=r"\.entry (\w+)\(",
         read=read_ptxas,
     ),
     "hipcc": Compiler(
@@ -158,11 +180,13 @@ COMPILERS = {
         package="apt-get install hipcc rocm-device-libs libamdhip64-dev",
         architectures=("gfx90a", "gfx1030"),
         options=(
-            *("-x", "hip", "--offload-arch={}", "--cuda-device-only", "-c", REPORT_OF_AMDGPU),
+            *("-x", "hip", "--offload-arch={}", "--cuda-device-only", "-S", REPORT_OF_AMDGPU),
             *cpp_extension.COMMON_HIP_FLAGS,
             *cpp_extension.COMMON_HIPCC_FLAGS,
             f"-I{build_script.HIP_CSRC}",
         ),
+        assembly="out",
+        opening=OPENING_OF_AMDGPU,
         read=read_amdgpu,
         hipified=True,
     ),
@@ -175,6 +199,8 @@ COMPILERS = {
             *("-nogpulib", *DEVICE_LIBRARY),
             f"-I{build_script.CSRC}",
         ),
+        assembly="out",
+        opening=OPENING_OF_AMDGPU,
         read=read_amdgpu,
     ),
 }
@@ -217,10 +243,14 @@ def compile_all(compiler: Compiler, sources: Sequence[str]) -> list[Kernel]:
 
 
 def short_names(kernels: Sequence[Kernel]) -> list[str]:
-    """Demangled, without parameters and the project's namespace."""
+    """Demangled, without parameters and the project's namespaces."""
     mangled = "\n".join(kernel.name for kernel in kernels)
     demangled = subprocess.run(["c++filt", "--no-params"], input=mangled, capture_output=True, text=True, check=True)
-    return re.sub(r"\bmyvision::|\(anonymous namespace\)::", "", demangled.stdout).replace("> >", ">>").splitlines()
+    return (
+        re.sub(r"\bmyvision::(gpu::\w+::)?|\(anonymous namespace\)::", "", demangled.stdout)
+        .replace("> >", ">>")
+        .splitlines()
+    )
 
 
 def table(kernels: Sequence[Kernel]) -> str:
@@ -245,6 +275,8 @@ def complain(kernel: Kernel) -> str | None:
         return f"spills {kernel.spilled} bytes: let a thread hold less, or relax the launch bounds"
     if kernel.local:
         return f"keeps {kernel.local} bytes of local memory: index arrays by constants, in unrolled loops"
+    if kernel.declared not in (None, kernel.shared):
+        return f"declares {kernel.declared} bytes of variables in shared memory, and has {kernel.shared}"
     return None
 
 
@@ -272,7 +304,7 @@ def main() -> None:
     sources = kernel_sources(args.ops)
     complaints = [line for compiler in compilers.values() if compiler for line in check(compiler, sources)]
     if complaints:
-        fail("\n  ".join(["kernels that should keep everything in registers do not:", *complaints]))
+        fail("\n  ".join(["kernels do not keep everything in registers, or are not as they say:", *complaints]))
 
 
 if __name__ == "__main__":

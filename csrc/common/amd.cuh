@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads)  // the second number means another thing
+#define MYVISION_ASSEMBLY_COMMENT "; "
 
 namespace myvision {
 
@@ -22,15 +23,23 @@ inline constexpr int kWarpSize = 32;
 #endif
 inline constexpr bool kHasMma = false;  // theirs have other shapes
 
-inline bool device_has_mma() { return kHasMma; }
+template <typename Kernel>
+bool device_has_mma(Kernel*) {
+  return kHasMma;
+}
+
+inline int current_device() {
+  int device = 0;
+  static_cast<void>(hipGetDevice(&device));
+  return device;
+}
 
 inline const char* launch_error() {
   const hipError_t error = hipGetLastError();
   return error == hipSuccess ? nullptr : hipGetErrorString(error);
 }
 
-template <typename Kernel>
-void allow_dynamic_shared(Kernel*, int) {}
+inline void set_dynamic_shared_limit(const void*, int) {}  // all there is may be had unasked
 
 __device__ __forceinline__ float to_real(Half value) { return __half2float(value); }
 __device__ __forceinline__ float to_real(BFloat16 value) { return static_cast<float>(value); }

@@ -13,10 +13,14 @@
 //   wait_for_copies<kPending>()           until at most so many of the thread's groups are under way; other threads see
 //                                         what arrived after a barrier
 //   kHasMma                               whether device code may use the next two; choose by if constexpr
-//   device_has_mma()                      whether the current GPU has them: on the host, where kHasMma
+//   device_has_mma(kernel)                whether what the current GPU runs of the kernel was compiled with them: on
+//   the
+//                                         host, where kHasMma
 //   mma_m16n8k16<T>(sums, a, b)           sums += a [16 x 16] * b [16 x 8], T is Half or BFloat16, sums are float
 //   ldmatrix<kTransposed>(matrices, row)  1, 2 or 4 matrices [8 x 8] of 16-bit elements; lane i brings the address of
 //                                         row i % 8 of matrix i / 8
+//   current_device()                      the GPU that the host's thread launches on
+//   set_dynamic_shared_limit(kernel, n)   lets the kernel have n bytes of dynamic shared memory on the current GPU
 //
 // Lane l of a warp, with g = l / 4 and t = l % 4, holds two neighbours of a row (of b: of a column) in each register:
 //   a[i]        row g + i % 2 * 8, columns 2 t + i / 2 * 8 and the next
@@ -26,19 +30,39 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include "common/dtype.h"
 
 namespace myvision {
 
 inline constexpr int kVectorBytes = 16;                // the widest access of a thread
-inline constexpr int kUnaskedSharedBytes = 48 * 1024;  // of a block; a kernel that wants more has to say so
+inline constexpr int kUnaskedSharedBytes = 48 * 1024;  // of a block, its variables included; for more a kernel must ask
 
 // kWidth elements that are read and written by one access; their address is a multiple of their size.
 template <typename T, int kWidth>
 struct alignas(kWidth * sizeof(T)) Pack {
   T value[kWidth];
+};
+
+// A number for each kernel on each GPU, 0 at first.
+class NumberOfKernels {
+ public:
+  // Calls update with the number, for one host thread at a time, and returns what it is then.
+  template <typename Update>
+  int update(const void* kernel, int device, Update update) {
+    const std::lock_guard lock(mutex_);
+    int& number = numbers_[{kernel, device}];
+    update(number);
+    return number;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<const void*, int>, int> numbers_;
 };
 
 }  // namespace myvision
@@ -52,25 +76,44 @@ struct alignas(kWidth * sizeof(T)) Pack {
 #endif
 
 #if !defined(MYVISION_EMULATOR)
-// Runs kernel on `blocks` blocks of `threads` with `bytes` of dynamic shared memory; no block, no launch.
-#define MYVISION_LAUNCH_WITH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
-  do {                                                                           \
-    if ((blocks) > 0) {                                                          \
-      myvision::allow_dynamic_shared(kernel, bytes);                             \
-      kernel<<<blocks, threads, bytes, stream>>>(__VA_ARGS__);                   \
-    }                                                                            \
-  } while (false)
+#define MYVISION_START(kernel, blocks, threads, bytes, stream, ...) \
+  kernel<<<blocks, threads, bytes, stream>>>(__VA_ARGS__)
 // A variable in the block's shared memory; the third argument holds the dimensions of an array.
 #define MYVISION_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
-// Points name to the dynamic shared memory.
-#define MYVISION_DYNAMIC_SHARED(type, name)                                \
-  extern __shared__ __align__(16) unsigned char myvision_dynamic_shared[]; \
+// Points name to the dynamic shared memory. The third argument, a constant, declares how many bytes the kernel's
+// variables in shared memory take beside it: the emulator holds kernels to it, and tools/check_gpu_build.py compares
+// what compilers find, as it reads in their assembly.
+#define MYVISION_DYNAMIC_SHARED(type, name, ...)                                           \
+  extern __shared__ __align__(16) unsigned char myvision_dynamic_shared[];                 \
+  asm volatile(MYVISION_ASSEMBLY_COMMENT "shared variables: %0 bytes" ::"n"(__VA_ARGS__)); \
   type* const name = reinterpret_cast<type*>(myvision_dynamic_shared)
 #endif
+// Runs kernel on `blocks` blocks of `threads` with `bytes` of dynamic shared memory; no block, no launch.
+#define MYVISION_LAUNCH_WITH_SHARED(kernel, blocks, threads, bytes, stream, ...)    \
+  do {                                                                              \
+    if ((blocks) > 0) {                                                             \
+      myvision::allow_dynamic_shared(reinterpret_cast<const void*>(kernel), bytes); \
+      MYVISION_START(kernel, blocks, threads, bytes, stream, __VA_ARGS__);          \
+    }                                                                               \
+  } while (false)
 #define MYVISION_LAUNCH(kernel, blocks, threads, stream, ...) \
   MYVISION_LAUNCH_WITH_SHARED(kernel, blocks, threads, 0, stream, __VA_ARGS__)
 
 namespace myvision {
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+
+// Before a launch with so many bytes. A kernel's variables share the memory that it need not ask for, so it asks for
+// any dynamic memory; and never for less than before, as another thread may be about to launch with that.
+inline void allow_dynamic_shared(const void* kernel, int bytes) {
+  static NumberOfKernels limits;
+  if (bytes == 0) return;
+  limits.update(kernel, current_device(), [&](int& limit) {
+    if (bytes <= limit) return;
+    set_dynamic_shared_limit(kernel, bytes);
+    limit = bytes;
+  });
+}
 
 // ---- element types --------------------------------------------------------------------------------------------------
 
@@ -179,6 +222,9 @@ __device__ __forceinline__ Real warp_sum(Real value) {
   return value;
 }
 
+template <int kThreads, typename Real>
+inline constexpr int kBlockSumBytes = kThreads / kWarpSize * sizeof(Real);  // of shared memory
+
 // Of all threads, in every thread. kThreads is the block's size, a multiple of the warp size.
 template <int kThreads, typename Real>
 __device__ __forceinline__ Real block_sum(Real value) {
@@ -208,6 +254,9 @@ template <typename Real>
 __device__ __forceinline__ Pair<Real> shuffle_xor(const Pair<Real>& value, int lane_mask) {
   return {shuffle_xor(value.first, lane_mask), shuffle_xor(value.second, lane_mask)};
 }
+
+template <typename Value>
+inline constexpr int kStridedSumBytes = kMaxStridedSums * sizeof(Value);  // of shared memory
 
 // Of the `count` threads whose numbers differ by multiples of `stride` alone, in each of them: so many sums at once.
 // Both are powers of two, the same for the whole block, and count * stride divides its size.

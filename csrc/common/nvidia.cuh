@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #define MYVISION_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads, min_blocks)
+#define MYVISION_ASSEMBLY_COMMENT "// "
 
 namespace myvision {
 
@@ -23,11 +24,30 @@ inline constexpr bool kHasMma = true;
 inline constexpr bool kHasMma = false;
 #endif
 
-// Of the current GPU.
-inline bool device_has_mma() {
-  int device = 0, major = 0;
+inline int current_device() {
+  int device = 0;
   cudaGetDevice(&device);
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
+  return device;
+}
+
+// Not every GPU that has them runs code that has them: it may run what was compiled for an older one. The code was
+// compiled twice, to PTX for one GPU and from that for another; what the first did not know is not in it.
+inline bool is_compiled_with_mma(const void* kernel) {
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    cudaGetLastError();  // a launch will tell
+    return false;
+  }
+  return attributes.ptxVersion >= 80 && attributes.binaryVersion >= 80;
+}
+
+template <typename Kernel>
+bool device_has_mma(Kernel* kernel) {
+  static NumberOfKernels answers;  // 0 until asked, then 1 for no, 2 for yes
+  const auto* address = reinterpret_cast<const void*>(kernel);
+  return answers.update(address, current_device(), [&](int& answer) {
+    if (answer == 0) answer = is_compiled_with_mma(address) ? 2 : 1;
+  }) == 2;
 }
 
 inline const char* launch_error() {
@@ -35,9 +55,8 @@ inline const char* launch_error() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <typename Kernel>
-void allow_dynamic_shared(Kernel* kernel, int bytes) {
-  if (bytes > kUnaskedSharedBytes) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+inline void set_dynamic_shared_limit(const void* kernel, int bytes) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 __device__ __forceinline__ float to_real(Half value) { return __half2float(value); }

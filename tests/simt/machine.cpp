@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -18,7 +19,6 @@ namespace simt {
 namespace {
 
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kMaxSharedBytes = 227 * 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr size_t kMaxVariables = 64;  // in shared memory
 #if defined(SIMT_TSAN)
@@ -133,12 +133,35 @@ class SharedMemory {
     __asan_poison_memory_region(memory_, kBytes);
 #endif
     variables_.clear();
+    variable_bytes_ = 0;
   }
 
+  // Null where there is no room.
   void* variable(const void* key, size_t bytes, size_t alignment) {
-    for (const Variable& variable : variables_) {
-      if (variable.key == key) return variable.data;
-    }
+    if (void* data = find(key)) return data;
+    variable_bytes_ = (variable_bytes_ + alignment - 1) / alignment * alignment + bytes;
+    return add(key, bytes, alignment);
+  }
+  void* dynamic(size_t bytes) {
+    void* data = find(this);
+    return data ? data : add(this, bytes, kDynamicAlignment);
+  }
+
+  // Of the variables that the block has come to, as a compiler places them.
+  size_t variable_bytes() const { return variable_bytes_; }
+
+ private:
+  struct Variable {
+    const void* key;
+    void* data;
+  };
+
+  void* find(const void* key) const {
+    const auto found = std::ranges::find(variables_, key, &Variable::key);
+    return found == variables_.end() ? nullptr : found->data;
+  }
+
+  void* add(const void* key, size_t bytes, size_t alignment) {
     const size_t misalignment = alignment < kAlignment ? alignment : 0;  // no more aligned than promised
     const size_t start = (used_ + kAlignment - 1) / kAlignment * kAlignment + misalignment;
     if (start + bytes + kRedZone > kBytes || variables_.size() == kMaxVariables) return nullptr;
@@ -149,34 +172,28 @@ class SharedMemory {
     return variables_.emplace_back(key, memory_ + start).data;
   }
 
- private:
-  struct Variable {
-    const void* key;
-    void* data;
-  };
-  static constexpr size_t kRedZone = 256, kAlignment = 128, kBytes = 256 * 1024;
+  static constexpr size_t kRedZone = 256, kAlignment = 128, kDynamicAlignment = 16, kBytes = 256 * 1024;
 
   char* memory_;
-  size_t used_ = kBytes;
+  size_t used_ = kBytes, variable_bytes_ = 0;
   std::vector<Variable> variables_;
 };
 
 // Nothing here is allocated while threads run: to ThreadSanitizer they would race for it.
 class Machine {
  public:
-  void run(dim3 blocks, dim3 threads, size_t dynamic_bytes, const std::function<void()>& kernel);
+  void set_dynamic_limit(const void* kernel, size_t bytes);
+  void run(const void* kernel, dim3 blocks, dim3 threads, size_t dynamic_bytes, const std::function<void()>& call);
   [[noreturn]] void fault(const std::string& what, Location where);
   void barrier(Location where);
   void collective(const char* operation, void* operands, Resolve resolve, Location where);
   void warp_barrier(Location where);
-  void* shared_variable(const void* key, size_t bytes, size_t alignment);
-  void* dynamic_shared() { return shared_.variable(&dynamic_bytes_, dynamic_bytes_, kDynamicAlignment); }
+  void* shared_variable(const void* key, size_t bytes, size_t alignment, Location where);
+  void* dynamic_shared(size_t declared, Location where);
   Thread& running() { return *running_; }
   bool copies_at_once() const { return copies_at_once_; }
 
  private:
-  static constexpr size_t kDynamicAlignment = 16;
-
   void read_settings();
   void start_block(uint64_t block);
   void run_block();
@@ -187,6 +204,7 @@ class Machine {
   void check_lane(const Thread& lane, const char* operation, Location where);
   Thread* lanes_of_running() { return &threads_[running_->warp() * kWarpSize]; }
   void exit_thread();
+  void* checked(void* shared, Location where);
   [[noreturn]] void fail_hanging();
   void abandon();
   static void enter();
@@ -194,8 +212,11 @@ class Machine {
   std::mutex mutex_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   SharedMemory shared_;
-  const std::function<void()>* kernel_ = nullptr;
-  size_t dynamic_bytes_ = 0;
+  std::map<const void*, size_t> dynamic_limits_;  // of the kernels that have asked
+  // Of the launch: what calls the kernel, its shared memory, how much of that all variables may take, and how much they
+  // and the dynamic memory together.
+  const std::function<void()>* call_ = nullptr;
+  size_t dynamic_bytes_ = 0, declared_bytes_ = 0, allowed_bytes_ = 0;
   Order order_ = Order::kForward;
   bool copies_at_once_ = false;
   std::mt19937_64 random_;
@@ -222,13 +243,33 @@ Machine& machine() {
 }
 thread_local const char* refused = nullptr;
 
+bool is_valid(const dim3& blocks, const dim3& threads) {
+  const uint64_t count = uint64_t{threads.x} * threads.y * threads.z;
+  return blocks.x > 0 && blocks.y > 0 && blocks.z > 0 && blocks.x <= INT32_MAX && blocks.y <= UINT16_MAX &&
+         blocks.z <= UINT16_MAX && count > 0 && count <= kMaxThreads && threads.z <= 64;
+}
+
 // ---- scheduling -----------------------------------------------------------------------------------------------------
 
-void Machine::run(dim3 blocks, dim3 threads, size_t dynamic_bytes, const std::function<void()>& kernel) {
+void Machine::set_dynamic_limit(const void* kernel, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  dynamic_limits_[kernel] = bytes;
+}
+
+void Machine::run(const void* kernel, dim3 blocks, dim3 threads, size_t dynamic_bytes,
+                  const std::function<void()>& call) {
   const std::lock_guard lock(mutex_);
   read_settings();
-  kernel_ = &kernel;
+  const auto limit = dynamic_limits_.find(kernel);
+  const bool has_asked = limit != dynamic_limits_.end();
+  allowed_bytes_ = has_asked ? kMaxSharedBytes : kUnaskedSharedBytes;
+  if (!is_valid(blocks, threads) || dynamic_bytes > std::min(allowed_bytes_, has_asked ? limit->second : SIZE_MAX)) {
+    refused = "invalid launch: too many blocks, threads or bytes of shared memory, or none";
+    return;
+  }
+  call_ = &call;
   dynamic_bytes_ = dynamic_bytes;
+  declared_bytes_ = kUnaskedSharedBytes;
   gridDim = blocks;
   blockDim = threads;
   const size_t fibers = kFiberSets * threads.x * threads.y * threads.z;
@@ -308,7 +349,7 @@ void Machine::enter() {
   Machine& self = machine();
   self.running_->fiber->arrive();
   acquire(&self.launch_);
-  (*self.kernel_)();
+  (*self.call_)();
   self.exit_thread();
 }
 
@@ -420,29 +461,44 @@ void Machine::check_lane(const Thread& lane, const char* operation, Location whe
         where);
 }
 
-void* Machine::shared_variable(const void* key, size_t bytes, size_t alignment) {
-  void* data = shared_.variable(key, bytes, alignment);
-  if (!data) fault("the block's shared memory is full", Location::current());
-  return data;
+// ---- shared memory --------------------------------------------------------------------------------------------------
+
+void* Machine::shared_variable(const void* key, size_t bytes, size_t alignment, Location where) {
+  return checked(shared_.variable(key, bytes, alignment), where);
 }
 
-bool is_valid(const dim3& blocks, const dim3& threads, size_t dynamic_bytes) {
-  const uint64_t count = uint64_t{threads.x} * threads.y * threads.z;
-  return blocks.x > 0 && blocks.y > 0 && blocks.z > 0 && blocks.x <= INT32_MAX && blocks.y <= UINT16_MAX &&
-         blocks.z <= UINT16_MAX && count > 0 && count <= kMaxThreads && threads.z <= 64 &&
-         dynamic_bytes <= kMaxSharedBytes;
+void* Machine::dynamic_shared(size_t declared, Location where) {
+  declared_bytes_ = declared;
+  return checked(shared_.dynamic(dynamic_bytes_), where);
+}
+
+// A compiler knows a kernel's variables, and a GPU refuses the launch; here they are known as threads come to them.
+void* Machine::checked(void* shared, Location where) {
+  const size_t variables = shared_.variable_bytes();
+  if (variables > declared_bytes_) {
+    fault("the kernel's shared variables take " + std::to_string(variables) + " bytes, where it declares " +
+              std::to_string(declared_bytes_),
+          where);
+  }
+  if (variables + dynamic_bytes_ > allowed_bytes_) {
+    fault("invalid launch: " + std::to_string(dynamic_bytes_) + " bytes of dynamic shared memory and " +
+              std::to_string(variables) + " of shared variables, where the kernel may have " +
+              std::to_string(allowed_bytes_),
+          where);
+  }
+  if (!shared) fault("the block's shared memory is full", where);
+  return shared;
 }
 
 }  // namespace
 
 // ---- the interface --------------------------------------------------------------------------------------------------
 
-void run(dim3 blocks, dim3 threads, size_t dynamic_shared_bytes, const std::function<void()>& kernel) {
-  if (!is_valid(blocks, threads, dynamic_shared_bytes)) {
-    refused = "invalid launch: too many blocks, threads or bytes of shared memory, or none";
-    return;
-  }
-  machine().run(blocks, threads, dynamic_shared_bytes, kernel);
+void set_dynamic_shared_limit(const void* kernel, size_t bytes) { machine().set_dynamic_limit(kernel, bytes); }
+
+void run(const void* kernel, dim3 blocks, dim3 threads, size_t dynamic_shared_bytes,
+         const std::function<void()>& call) {
+  machine().run(kernel, blocks, threads, dynamic_shared_bytes, call);
 }
 
 const char* launch_error() { return std::exchange(refused, nullptr); }
@@ -456,10 +512,10 @@ void barrier(Location caller) { machine().barrier(caller); }
 
 void warp_barrier(Location caller) { machine().warp_barrier(caller); }
 
-void* shared_variable(const void* key, size_t bytes, size_t alignment) {
-  return machine().shared_variable(key, bytes, alignment);
+void* shared_variable(const void* key, size_t bytes, size_t alignment, Location caller) {
+  return machine().shared_variable(key, bytes, alignment, caller);
 }
-void* dynamic_shared() { return machine().dynamic_shared(); }
+void* dynamic_shared(size_t declared, Location caller) { return machine().dynamic_shared(declared, caller); }
 
 int lane() { return machine().running().number % kWarpSize; }
 

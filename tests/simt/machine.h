@@ -2,6 +2,9 @@
 // file, line and thread, where threads of a block wait at different barriers, lanes of a warp take part in different
 // collectives or have exited, everybody waits in vain, or an address is not aligned.
 //
+// It also refuses what a GPU refuses: blocks with more than 48 KB of shared memory, variables included, from a kernel
+// that has not asked for more, and with more than GPUs have from one that has.
+//
 // Built with a sanitizer it finds more. AddressSanitizer: accesses outside of tensors and shared variables. UBSan:
 // misaligned access. ThreadSanitizer: races, as only barriers and warp barriers order the threads of a block, and
 // nothing orders blocks. Shared memory is filled with NaN for each block.
@@ -47,8 +50,17 @@ struct Fault : std::runtime_error {
 
 // ---- called by the host ---------------------------------------------------------------------------------------------
 
-// Calls kernel once per thread. A launch that a GPU would refuse does nothing but for launch_error.
-void run(dim3 blocks, dim3 threads, size_t dynamic_shared_bytes, const std::function<void()>& kernel);
+// Of a block, variables included: where the kernel has not asked for more, and where it has. The latter is what the
+// least of NVIDIA's GPUs from sm_80 on have (sm_86, sm_89 and sm_120), or, with warps of 64 lanes, AMD's.
+inline constexpr size_t kUnaskedSharedBytes = 48 * 1024;
+inline constexpr size_t kMaxSharedBytes = (kWarpSize == 32 ? 99 : 64) * 1024;
+
+// Lets a kernel have so many bytes of dynamic shared memory.
+void set_dynamic_shared_limit(const void* kernel, size_t bytes);
+
+// Calls `call`, which calls the kernel, once per thread. A launch that a GPU would refuse does nothing but for
+// launch_error, or raises a Fault as soon as it is known how much shared memory the kernel's variables take.
+void run(const void* kernel, dim3 blocks, dim3 threads, size_t dynamic_shared_bytes, const std::function<void()>& call);
 
 // Null, or what was wrong with the last launch.
 const char* launch_error();
@@ -61,8 +73,9 @@ void barrier(Location caller);
 void warp_barrier(Location caller);
 
 // A variable of the block, the same for each thread that brings the same key.
-void* shared_variable(const void* key, size_t bytes, size_t alignment);
-void* dynamic_shared();
+void* shared_variable(const void* key, size_t bytes, size_t alignment, SIMT_CALLER);
+// The block's dynamic shared memory, of a kernel whose variables take at most `declared` bytes.
+void* dynamic_shared(size_t declared, SIMT_CALLER);
 
 int lane();
 

@@ -173,7 +173,7 @@ __global__ void asynchronous_copies(uint32_t* words) {
 }
 
 __global__ void dynamic_shared_memory(uint32_t* words) {
-  MYVISION_DYNAMIC_SHARED(uint32_t, shared);
+  MYVISION_DYNAMIC_SHARED(uint32_t, shared, 0);
   shared[threadIdx.x * 128] = threadIdx.x;
   __syncthreads();
   words[threadIdx.x] = shared[(kThreads - 1 - threadIdx.x) * 128];

@@ -134,10 +134,31 @@ __global__ void outside_of_shared_memory(const float* input, float* output) {
 
 template <bool kSeeded>
 __global__ void outside_of_dynamic_shared_memory(const float* input, float* output) {
-  MYVISION_DYNAMIC_SHARED(float, shared);
+  MYVISION_DYNAMIC_SHARED(float, shared, 0);
   shared[threadIdx.x + kSeeded] = input[threadIdx.x];
   __syncthreads();
   output[threadIdx.x] = shared[kThreads - 1 - threadIdx.x + kSeeded];
+}
+
+// Its variable is of 512 bytes.
+template <bool kSeeded>
+__global__ void undeclared_variable(const float* input, float* output) {
+  MYVISION_DYNAMIC_SHARED(float, shared, sizeof(float) * (kSeeded ? kThreads / 2 : kThreads));
+  MYVISION_SHARED(float, variable, [kThreads]);
+  shared[threadIdx.x] = variable[threadIdx.x] = input[threadIdx.x];
+  __syncthreads();
+  output[threadIdx.x] = (shared[kThreads - 1 - threadIdx.x] + variable[kThreads - 1 - threadIdx.x]) / 2;
+}
+
+// Seeded, a launch is as large as it may be without the kernel's variable.
+template <bool kSeeded>
+__global__ void forgotten_variable(const float* input, float* output) {
+  undeclared_variable<false>(input, output);
+}
+
+template <bool kSeeded>
+__global__ void too_much_shared_memory(const float* input, float* output) {
+  undeclared_variable<false>(input, output);
 }
 
 template <bool kSeeded>
@@ -218,9 +239,12 @@ __global__ void misaligned_pointer(const float* input, float* output) {
 
 // ---- the program ----------------------------------------------------------------------------------------------------
 
+constexpr int kDynamicBytes = kThreads * sizeof(float);
+
 struct Bug {
   Kernel seeded, correct;
-  int blocks = 1, seeded_threads = kThreads;
+  int blocks = 1, seeded_threads = kThreads, seeded_bytes = kDynamicBytes;
+  bool asks = true;  // for its dynamic shared memory, where seeded
 };
 
 #define BUG(name) \
@@ -238,6 +262,11 @@ const std::map<std::string, Bug> kBugs = {
     {"non_atomic_sum_of_blocks", {non_atomic_sum_of_blocks<true>, non_atomic_sum_of_blocks<false>, 4}},
     {BUG(outside_of_shared_memory)},
     {BUG(outside_of_dynamic_shared_memory)},
+    {BUG(undeclared_variable)},
+    {"forgotten_variable",
+     {forgotten_variable<true>, forgotten_variable<false>, 1, kThreads, simt::kUnaskedSharedBytes, false}},
+    {"too_much_shared_memory",
+     {too_much_shared_memory<true>, too_much_shared_memory<false>, 1, kThreads, simt::kMaxSharedBytes}},
     {BUG(outside_of_a_tensor)},
     {BUG(uninitialised_shared_memory)},
     {BUG(missing_copy_wait)},
@@ -253,8 +282,14 @@ bool run(const Bug& bug, bool seeded) {
   alignas(kVectorBytes) static float input[2 * kThreads];
   std::iota(std::begin(input), std::end(input), 1.0f);
   std::vector<float> output(kThreads);
-  MYVISION_LAUNCH_WITH_SHARED(seeded ? bug.seeded : bug.correct, bug.blocks, seeded ? bug.seeded_threads : kThreads,
-                              kThreads * sizeof(float), nullptr, input, output.data());
+  if (!seeded) {
+    MYVISION_LAUNCH_WITH_SHARED(bug.correct, bug.blocks, kThreads, kDynamicBytes, nullptr, input, output.data());
+  } else if (bug.asks) {
+    MYVISION_LAUNCH_WITH_SHARED(bug.seeded, bug.blocks, bug.seeded_threads, bug.seeded_bytes, nullptr, input,
+                                output.data());
+  } else {
+    MYVISION_START(bug.seeded, bug.blocks, bug.seeded_threads, bug.seeded_bytes, nullptr, input, output.data());
+  }
   if (const char* error = launch_error()) throw std::runtime_error(error);
   return std::equal(output.begin(), output.end(), std::make_reverse_iterator(input + kThreads));
 }

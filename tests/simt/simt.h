@@ -18,17 +18,15 @@
 #define __launch_bounds__(...)
 #define MYVISION_LAUNCH_BOUNDS(threads, min_blocks)
 
-#define MYVISION_LAUNCH_WITH_SHARED(kernel, blocks, threads, bytes, stream, ...) \
-  do {                                                                           \
-    static_cast<void>(stream);                                                   \
-    if ((blocks) > 0) simt::launch(blocks, threads, bytes, kernel, __VA_ARGS__); \
-  } while (false)
+#define MYVISION_START(kernel, blocks, threads, bytes, stream, ...) \
+  static_cast<void>(stream), simt::launch(blocks, threads, bytes, kernel, __VA_ARGS__)
 #define MYVISION_SHARED(type, name, ...) \
   static char name##_key;                \
   using name##_type = type __VA_ARGS__;  \
   name##_type& name =                    \
       *static_cast<name##_type*>(simt::shared_variable(&name##_key, sizeof(name##_type), alignof(name##_type)))
-#define MYVISION_DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(simt::dynamic_shared())
+#define MYVISION_DYNAMIC_SHARED(type, name, ...) \
+  type* const name = static_cast<type*>(simt::dynamic_shared(__VA_ARGS__))
 
 using std::max;
 using std::min;
@@ -41,7 +39,7 @@ namespace simt {
 template <typename... Parameters, typename... Arguments>
 void launch(dim3 blocks, dim3 threads, size_t shared_bytes, void (*kernel)(Parameters...), Arguments&&... arguments) {
   const std::tuple<Parameters...> copies(static_cast<Parameters>(arguments)...);
-  run(blocks, threads, shared_bytes, [&] { std::apply(kernel, copies); });
+  run(reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes, [&] { std::apply(kernel, copies); });
 }
 
 }  // namespace simt
@@ -59,7 +57,13 @@ using simt::launch_error;
 
 inline constexpr int64_t kMaxBlocks = 3;
 inline constexpr bool kHasMma = kWarpSize == 32;
-inline bool device_has_mma() { return kHasMma; }
+template <typename Kernel>
+bool device_has_mma(Kernel*) {
+  return kHasMma;
+}
+
+inline int current_device() { return 0; }
+inline void set_dynamic_shared_limit(const void* kernel, int bytes) { simt::set_dynamic_shared_limit(kernel, bytes); }
 
 inline float to_real(Half value) { return value; }
 inline float to_real(BFloat16 value) { return value; }

@@ -4,11 +4,11 @@
 #include "ops/layer_norm/layer_norm_kernel.cuh"
 
 namespace myvision {
+using namespace gpu::layer_norm;
 namespace {
 
-constexpr int kRowThreads = 256;      // of a block, unless a row takes more
-constexpr int64_t kForwardPacks = 4;  // of a row that a thread takes, as far as threads suffice
-constexpr int64_t kMaxKeptBytes = kUnaskedSharedBytes - kMaxStridedSums * sizeof(Pair<double>);
+constexpr int kRowThreads = 256;         // of a block, unless a row takes more
+constexpr int64_t kForwardPacks = 4;     // of a row that a thread takes, as far as threads suffice
 constexpr int64_t kWantedBlocks = 1024;  // of backward: more would only make more partial sums
 constexpr int64_t kLeastSteps = 4;       // rows of a slot in a part, so that partial sums are few beside the rows
 
@@ -64,13 +64,18 @@ unsigned row_blocks(const LayerNormPlan& plan) { return blocks_for(ceil_div(plan
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
+// Of a block's rows: without asking for more shared memory than a kernel has unasked, so that blocks run side by side.
+int64_t most_kept_bytes(Dtype dtype) {
+  return kUnaskedSharedBytes - (dtype == Dtype::Float64 ? kForwardVariableBytes<double> : kForwardVariableBytes<float>);
+}
+
 Layout forward_layout(const LayerNormParams& params) {
   Layout layout = layout_of(params, {params.addend, params.sum, params.residual, params.output});
   LayerNormPlan& plan = layout.plan;
-  const int64_t pack_bytes = layout.width * size_of(params.dtype);
-  plan.tile = tile_of(layout, kForwardPacks, kMaxKeptBytes / pack_bytes);
+  const int64_t pack_bytes = layout.width * size_of(params.dtype), most_bytes = most_kept_bytes(params.dtype);
+  plan.tile = tile_of(layout, kForwardPacks, most_bytes / pack_bytes);
   const int64_t bytes = plan.length * plan.tile.slots * pack_bytes;
-  if (bytes <= kMaxKeptBytes) plan.kept_bytes = static_cast<int>(bytes);
+  if (bytes <= most_bytes) plan.kept_bytes = static_cast<int>(bytes);
   return layout;
 }
 

@@ -15,7 +15,7 @@
 #include "common/philox.h"
 #include "ops/layer_norm/layer_norm.h"
 
-namespace myvision {
+namespace myvision::gpu::layer_norm {
 
 inline constexpr int kMaxRowThreads = 512;
 
@@ -252,12 +252,16 @@ __device__ __forceinline__ void write_statistics(const LayerNormParams& params, 
   for (int s = 0; s < kSets; ++s) rstd[s] = of_rows[s].rstd;
 }
 
+// Of shared memory, in the sums of layer_norm_forward, beside the row that it keeps.
+template <typename Real>
+inline constexpr int kForwardVariableBytes = kStridedSumBytes<Real> + kStridedSumBytes<Pair<Real>>;
+
 template <typename T, int kWidth, int kSets>
 __global__ void MYVISION_LAUNCH_BOUNDS(kMaxRowThreads, 1)
     layer_norm_forward(const LayerNormParams params, const LayerNormPlan plan) {
   using Real = RealOf<T>;
   using Kept = Pack<T, kWidth>;
-  MYVISION_DYNAMIC_SHARED(Kept, kept);
+  MYVISION_DYNAMIC_SHARED(Kept, kept, kForwardVariableBytes<Real>);
   for (int64_t start = int64_t(blockIdx.x) * plan.tile.slots; start < plan.rows;
        start += int64_t(gridDim.x) * plan.tile.slots) {
     const Row<T, kWidth, kSets> row(params, plan, start + plan.tile.slot(), plan.rows);
@@ -429,4 +433,4 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMaxRowThreads, 1)
   }
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::layer_norm

@@ -6,6 +6,7 @@
 #include "ops/attention/gpu/attention_simt.cuh"
 
 namespace myvision {
+using namespace gpu::attention;
 namespace {
 
 // How keys are cut depends on shapes alone, so that results are the same on every GPU.
@@ -39,10 +40,13 @@ bool has_aligned_rows(const Strided4& tensor) {
 
 template <typename T>
 bool takes_mma(const AttentionParams& params) {
-  if constexpr (!kHasMma || !kIsHalf<T>) return false;
-  const auto fits = [](int64_t width) { return width > 0 && width <= kMmaWidth && width % kMmaPack == 0; };
-  return device_has_mma() && fits(params.width) && fits(params.value_width) && has_aligned_rows(params.query) &&
-         has_aligned_rows(params.key) && has_aligned_rows(params.value);
+  if constexpr (kHasMma && kIsHalf<T>) {
+    const auto fits = [](int64_t width) { return width > 0 && width <= kMmaWidth && width % kMmaPack == 0; };
+    return fits(params.width) && fits(params.value_width) && has_aligned_rows(params.query) &&
+           has_aligned_rows(params.key) && has_aligned_rows(params.value) &&
+           device_has_mma(attention_forward_mma<T, 64>);  // what holds for one of this file's kernels holds for all
+  }
+  return false;
 }
 
 // Calls visit with the width, as a constant, that the kernels compute with.

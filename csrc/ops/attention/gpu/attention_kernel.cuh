@@ -8,7 +8,7 @@
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_math.h"
 
-namespace myvision {
+namespace myvision::gpu::attention {
 
 inline constexpr int kRowThreads = 256;  // of the small kernels' blocks
 inline constexpr int kRowTile = 64;      // rows of a sequence that such a block takes at a time
@@ -449,4 +449,4 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
   }
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::attention

@@ -14,7 +14,7 @@
 
 #include "ops/attention/gpu/attention_kernel.cuh"
 
-namespace myvision {
+namespace myvision::gpu::attention {
 
 inline constexpr int kMmaWarps = 4;
 inline constexpr int kMmaThreads = 32 * kMmaWarps;
@@ -39,6 +39,8 @@ template <int kWidth>
 inline constexpr int kForwardShared = (kMmaRows + 4 * kForwardColumns<kWidth>)*kWidth;
 template <int kWidth>
 inline constexpr int kBackwardShared = (2 * kMmaRows + 4 * kBackwardColumns<kWidth>)*kWidth;
+// Bytes of it beside them: any_thread's sums.
+inline constexpr int kMmaVariableBytes = kBlockSumBytes<kMmaThreads, float>;
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
   if constexpr (kHasMma) {
     constexpr int kColumns = kForwardColumns<kWidth>, kTile = kColumns * kWidth;
     constexpr int kChunk = kMmaChunk<kWidth>;
-    MYVISION_DYNAMIC_SHARED(T, queries);
+    MYVISION_DYNAMIC_SHARED(T, queries, kMmaVariableBytes);
     T* const stages = queries + kMmaRows * kWidth;  // of each the keys, then the values
     const int width = static_cast<int>(params.width), value_width = static_cast<int>(params.value_width);
     const int64_t count = cut.count();
@@ -393,9 +395,9 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
   if constexpr (kHasMma) {
     constexpr int kColumns = kBackwardColumns<kWidth>, kTile = kColumns * kWidth;
     constexpr int kChunk = kMmaChunk<kWidth>;
-    MYVISION_DYNAMIC_SHARED(T, rows);                  // of query or key
-    T* const value_rows = rows + kMmaRows * kWidth;    // of grad_output or value
-    T* const stages = value_rows + kMmaRows * kWidth;  // of each the same of the other side
+    MYVISION_DYNAMIC_SHARED(T, rows, kMmaVariableBytes);  // of query or key
+    T* const value_rows = rows + kMmaRows * kWidth;       // of grad_output or value
+    T* const stages = value_rows + kMmaRows * kWidth;     // of each the same of the other side
     const int width = static_cast<int>(params.width), value_width = static_cast<int>(params.value_width);
     const int64_t count = cut.count(), sharing = kOfKeys ? divide(params.heads, params.key_heads) : 1;
     for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
@@ -453,4 +455,4 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
   }
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::attention

@@ -13,7 +13,7 @@
 #pragma once
 #include "ops/attention/gpu/attention_kernel.cuh"
 
-namespace myvision {
+namespace myvision::gpu::attention {
 
 template <typename T>
 struct SimtTile {
@@ -495,4 +495,4 @@ __global__ void MYVISION_LAUNCH_BOUNDS(SimtTile<T>::kThreads, 1)
   }
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::attention

@@ -4,6 +4,7 @@
 #include "ops/batch_norm/gpu/batch_norm_kernel.cuh"
 
 namespace myvision {
+using namespace gpu::batch_norm;
 namespace {
 
 constexpr int64_t kWantedBlocks = 1024;      // sets are cut until there are as many

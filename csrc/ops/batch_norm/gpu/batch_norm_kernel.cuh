@@ -14,7 +14,7 @@
 #include "common/norm.cuh"
 #include "ops/batch_norm/batch_norm.h"
 
-namespace myvision {
+namespace myvision::gpu::batch_norm {
 
 inline constexpr int kBatchNormThreads = 256;
 inline constexpr int kBatchNormLoads = 4;  // packs that a thread reads before it needs the first
@@ -423,4 +423,4 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kBatchNormThreads, 2)
   });
 }
 
-}  // namespace myvision
+}  // namespace myvision::gpu::batch_norm

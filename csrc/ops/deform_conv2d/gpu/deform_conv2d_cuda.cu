@@ -1,9 +1,11 @@
 // Launches deform_conv2d's kernels: chooses tiles, lays out the workspace, cuts the batch where that is bounded.
 #include <algorithm>
 
-#include "ops/deform_conv2d/gpu/deform_conv2d_kernel.cuh"
+#include "ops/deform_conv2d/gpu/deform_conv2d_backward.cuh"
+#include "ops/deform_conv2d/gpu/deform_conv2d_forward.cuh"
 
 namespace myvision {
+using namespace gpu::deform_conv2d;
 namespace {
 
 constexpr int64_t kEnoughBlocks = 256;  // a smaller tile is better than fewer blocks: large GPUs run these at once
