@@ -208,9 +208,14 @@ def _deform_conv2d_translation(opset: int) -> Translation:
     ) -> Value:
         if opset < 19:
             raise UnsupportedError(f"deform_conv2d needs ONNX opset 19 or later, got opset_version={opset}")
-        if opset < 22 and input.dtype.name == "BFLOAT16":
+        if opset < 22 and offset.dtype.name == "BFLOAT16":
             raise UnsupportedError(f"deform_conv2d of bfloat16 needs ONNX opset 22 or later, got {opset}")
-        return op.DeformConv(
+        dtype = input.dtype
+        if dtype != offset.dtype:  # the node has one type, which must not round places: that of the offset
+            input, weight, mask, bias = (
+                None if value is None else op.Cast(value, to=offset.dtype) for value in (input, weight, mask, bias)
+            )
+        output = op.DeformConv(
             input,
             weight,
             offset,
@@ -222,6 +227,7 @@ def _deform_conv2d_translation(opset: int) -> Translation:
             group=groups,
             offset_group=offset_groups,
         )
+        return output if dtype == offset.dtype else op.Cast(output, to=dtype)
 
     return deform_conv2d
 
