@@ -11,8 +11,9 @@ from deform_conv2d_cases import NAMES, Case
 from torch._subclasses import FakeTensorMode
 
 CASE = Case(in_channels=6, groups=2, offset_groups=3)
-GEOMETRY = ["stride", "padding", "dilation", "groups", "offset_groups"]
-GOOD = dict(zip(NAMES + GEOMETRY, [*CASE.tensors(), *CASE.geometry], strict=True))
+TENSORS = dict(zip(NAMES, CASE.tensors(), strict=True))
+GEOMETRY = dict(zip(["stride", "padding", "dilation", "groups", "offset_groups"], CASE.geometry, strict=True))
+GOOD = TENSORS | GEOMETRY
 
 
 def changed(**values: Any) -> dict[str, Any]:
@@ -32,6 +33,30 @@ FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "bool input": ("input must have dtype float64, .* but has bool", changed(input=GOOD["input"] > 0)),
     "half weight": ("weight must have the dtype of input, float32, but", changed(weight=GOOD["weight"].half())),
     "double offset": ("offset must have the dtype of input, float32, but", changed(offset=GOOD["offset"].double())),
+    "half offset": (
+        "offset must have the dtype of input, float32, but has float16",
+        changed(offset=GOOD["offset"].half()),
+    ),
+    "double offset beside half types": (
+        "offset must have the dtype of input, bfloat16, or float32, but has float64",
+        {
+            **{name: tensor.bfloat16() for name, tensor in TENSORS.items()},
+            **GEOMETRY,
+            "offset": TENSORS["offset"].double(),
+        },
+    ),
+    "other half offset": (
+        "offset must have the dtype of input, float16, or float32, but has bfloat16",
+        {
+            **{name: tensor.half() for name, tensor in TENSORS.items()},
+            **GEOMETRY,
+            "offset": TENSORS["offset"].bfloat16(),
+        },
+    ),
+    "float8 input": (
+        "input must have dtype float64, .* but has float8_e5m2",
+        changed(input=GOOD["input"].to(torch.float8_e5m2)),
+    ),
     "bfloat16 mask": ("mask must have the dtype of input, float32, but", changed(mask=GOOD["mask"].bfloat16())),
     "integer bias": ("bias must have the dtype of input, float32, but", changed(bias=GOOD["bias"].int())),
     "no input channels": ("in_channels .* must be between 1", changed(input=torch.ones(2, 0, 7, 9))),
@@ -104,6 +129,7 @@ BACKWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "grad_output of another size": (r"grad_output must have shape \(2, 6, 7, 9\)", {"grad_output": GRADIENT[:, :5]}),
     "gradient of no mask": ("asks for the gradient of mask", {"mask": None}),
     "four gradients": ("output_mask must have 5 elements", {"output_mask": [True] * 4}),
+    "double offset in backward": ("offset must have the dtype of input", {"offset": TENSORS["offset"].double()}),
     "stride of 0 in backward": ("stride must be between 1", {"stride": (0, 1)}),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from helpers import assert_as_accurate, random_tensor, with_layout
+from helpers import HALF_DTYPES, assert_as_accurate, random_tensor, with_layout
 from torch import Tensor
 
 import myvision
@@ -18,7 +18,7 @@ NAMES = ["input", "weight", "offset", "mask", "bias"]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and geometry of a call, and how far the offsets reach, in pixels."""
+    """Sizes and geometry of a call, how many pixels its offsets reach, and whether they are float beside half types."""
 
     batch: int = 2
     in_channels: int = 4
@@ -33,6 +33,7 @@ class Case:
     mask: bool = True
     bias: bool = True
     reach: float = 2.0
+    float_offset: bool = False
 
     def __str__(self) -> str:
         changed = (f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name))
@@ -68,7 +69,10 @@ class Case:
         made = [random_tensor(*shape, dtype=torch.float64, seed=i) for i, shape in enumerate(shapes)]
         made[2] = made[2] * self.reach
         made[3] = made[3].sigmoid()
-        laid_out = [with_layout(tensor.to(device, dtype), layout) for tensor in made]
+        dtypes = [dtype] * 5
+        if self.float_offset and dtype in HALF_DTYPES:
+            dtypes[2] = torch.float32
+        laid_out = [with_layout(tensor.to(device, of), layout) for tensor, of in zip(made, dtypes, strict=True)]
         return [*laid_out[:3], laid_out[3] if self.mask else None, laid_out[4] if self.bias else None]
 
     def run(self, tensors: Sequence[Tensor | None]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from deform_conv2d_cases import CASES, NAMES, Case
 from emulation import EMULATORS
-from helpers import FLOATING_DTYPES, num_threads, run_python, with_layout
+from helpers import FLOATING_DTYPES, HALF_DTYPES, num_threads, run_python, with_layout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +27,22 @@ def test_matches_the_oracle(case: Case, floating_dtype: torch.dtype, device: str
 @pytest.mark.parametrize("case", [CASES[4], CASES[12]], ids=str)
 def test_matches_the_oracle_in_every_layout(case: Case, floating_dtype: torch.dtype, layout: str, device: str) -> None:
     case.check(floating_dtype, device, layout)
+
+
+@pytest.mark.parametrize("case", [CASES[4], CASES[14]], ids=str)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_float_offsets_beside_half_types(case: Case, dtype: torch.dtype, device: str) -> None:
+    case.but(float_offset=True).check(dtype, device)
+
+
+def test_strided_float_offsets_beside_half_types(device: str) -> None:
+    case = CASES[4].but(float_offset=True)
+    input, weight, offset, mask, bias = case.tensors(torch.bfloat16, device)
+    permuted = [input, weight, with_layout(offset, "permuted"), mask, bias]
+    grad_output = case.grad_output(torch.bfloat16, device)
+    actual = [case.run(permuted), *case.gradients(permuted, grad_output)]
+    plain = [input, weight, offset, mask, bias]
+    torch.testing.assert_close(actual, [case.run(plain), *case.gradients(plain, grad_output)])
 
 
 @pytest.fixture
@@ -192,6 +208,7 @@ def test_any_geometry(device: str, data: st.DataObject) -> None:
         mask=data.draw(st.booleans()),
         bias=data.draw(st.booleans()),
         reach=data.draw(st.sampled_from([0.0, 1.0, 5.0])),
+        float_offset=data.draw(st.booleans()),
     )
     dtype = data.draw(st.sampled_from(FLOATING_DTYPES))
     for name, actual, _, oracle in case.results(dtype, device):
@@ -294,6 +311,23 @@ def test_backward_is_bitwise_equal_from_run_to_run(floating_dtype: torch.dtype, 
     tensors, grad_output = BITWISE.tensors(floating_dtype, device), BITWISE.grad_output(floating_dtype, device)
     first, second = (BITWISE.gradients(tensors, grad_output) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# One group of channels over which workers have to share the offsets, and more images than workers.
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize(
+    "case", [BITWISE, BITWISE.but(groups=1, offset_groups=1), Case(batch=33, in_channels=6, out_channels=8)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_backward_is_bitwise_equal_for_any_number_of_threads(case: Case, dtype: torch.dtype) -> None:
+    tensors, grad_output = case.tensors(dtype), case.grad_output(dtype)
+    gradients = {}
+    for count in (1, 2, 3, 8, 37, 64):
+        with num_threads(count):
+            gradients[count] = case.gradients(tensors, grad_output)
+    for count, others in gradients.items():
+        for name, other, first in zip(NAMES, others, gradients[1], strict=True):
+            assert torch.equal(other, first), f"the gradient of {name} with {count} threads"
 
 
 # ---- processes of their own ------------------------------------------------------------------------------------------

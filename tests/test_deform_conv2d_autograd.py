@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from deform_conv2d_cases import NAMES, Case
-from helpers import run_python
+from helpers import HALF_DTYPES, run_python
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from myvision.ops import deform_conv2d
 
 FIELD = Case(
     batch=1,
@@ -179,6 +181,62 @@ def test_autocast_agrees_on_one_type(dtype: torch.dtype, device: str) -> None:
     output.sum().backward()
     for tensor in tensors:
         assert tensor.grad.dtype == tensor.dtype
+
+
+def light_beside_the_sample(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """An input that is 1 in column 101 and else 0, an offset that takes sample 0 to column 100.3, and the weight 1."""
+    input, offset = torch.zeros(1, 1, 1, 128, device=device), torch.zeros(1, 2, 1, 128, device=device)
+    input[..., 101], offset[0, 1, 0, 0] = 1, 100.3
+    return input.to(dtype), offset, torch.ones(1, 1, 1, 1, device=device)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_autocast_does_not_round_places(dtype: torch.dtype, input_dtype: torch.dtype, device: str) -> None:
+    input, offset, weight = light_beside_the_sample(input_dtype, device)
+    offset.requires_grad_()
+    with torch.autocast(device, dtype):
+        output = deform_conv2d(input, offset, weight)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output[0, 0, 0, 0].item(), 0.3, rtol=torch.finfo(dtype).eps, atol=0)
+    gradient = torch.autograd.grad(output[0, 0, 0, 0], offset)[0]
+    assert gradient.dtype == torch.float32
+    assert gradient[0, 1, 0, 0] == 1
+
+
+def test_autocast_takes_offsets_of_another_half_type(device: str) -> None:
+    case = Case()
+    input, weight, offset, mask, bias = case.tensors(device=device)
+    offset = offset.half()
+    with torch.autocast(device, torch.bfloat16):
+        actual = case.run([input, weight, offset, mask, bias])
+    others = [tensor.bfloat16() for tensor in (input, weight, mask, bias)]
+    torch.testing.assert_close(actual, case.run([*others[:2], offset.float(), *others[2:]]))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_derivatives_beside_float_offsets(dtype: torch.dtype, device: str) -> None:
+    case = FIELD.but(float_offset=True)
+
+    def derivatives(run: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
+        tensors = [tensor.requires_grad_() for tensor in case.tensors(dtype, device)]
+        first = torch.autograd.grad(run(tensors).float().square().sum(), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(gradient.float().square().sum() for gradient in first), tensors)
+        return [*first, *second]
+
+    actual, expected = derivatives(case.run), derivatives(case.run_reference)
+    tolerance = 8 * torch.finfo(dtype).eps
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype
+        scale = other.double().abs().max().item()
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * scale)
+
+
+def test_vmap_beside_float_offsets() -> None:
+    case = FIELD.but(float_offset=True)
+    versions = [case.tensors(torch.bfloat16), [t.flip(0) * 0.5 for t in case.tensors(torch.bfloat16)]]
+    actual = torch.vmap(function(case))(*(torch.stack(pair) for pair in zip(*versions, strict=True)))
+    torch.testing.assert_close(actual, torch.stack([case.run(tensors) for tensors in versions]))
 
 
 def test_autocast_leaves_float64_alone(device: str) -> None:

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from deform_conv2d_bad_inputs import BACKWARD, FORWARD, GOOD, call_forward, changed
-from deform_conv2d_cases import Case
+from deform_conv2d_cases import NAMES, Case
 from helpers import run_python
 
 from myvision.ops import deform_conv2d
@@ -55,6 +55,20 @@ def test_wrong_ranks_reach_the_check() -> None:
         deform_conv2d(torch.ones(3), torch.ones(1, 18, 1, 1), torch.ones(1, 1, 3, 3))
     with pytest.raises(RuntimeError, match="weight must have 4 dimensions"):
         deform_conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 18, 1, 1), torch.ones(()))
+    with pytest.raises(RuntimeError, match="offset must have 4 dimensions"):
+        deform_conv2d(torch.ones(1, 1, 3, 3), torch.ones(18), torch.ones(1, 1, 3, 3), padding="same")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_list_is_no_tensor(name: str) -> None:
+    tensors = dict(zip(NAMES, Case().tensors(), strict=True))
+    with pytest.raises(TypeError, match=rf"^deform_conv2d: {name} must be a tensor, but got list$"):
+        deform_conv2d(**tensors | {name: tensors[name].tolist()}, padding=1)
+
+
+def test_none_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match=r"^deform_conv2d: offset must be a tensor, but got NoneType$"):
+        deform_conv2d(torch.ones(1, 1, 3, 3), None, torch.ones(1, 1, 3, 3))
 
 
 def test_weight_without_channels_or_taps() -> None:

@@ -26,6 +26,14 @@ def test_opcheck(case: Case, layout: str, device: str) -> None:
     torch.library.opcheck(FORWARD, (*tensors, *case.geometry))
 
 
+def test_opcheck_beside_float_offsets(device: str) -> None:
+    case = Case(float_offset=True)
+    tensors = [t.requires_grad_() for t in case.tensors(torch.bfloat16, device)]
+    torch.library.opcheck(FORWARD, (*tensors, *case.geometry))
+    backward = case.grad_output(torch.bfloat16, device), *tensors[:4], *case.geometry, [True] * 5, False
+    torch.library.opcheck(BACKWARD, backward, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("output_mask", [[True] * 5, [True, False, True, False, False]])
 def test_opcheck_of_backward(output_mask: list[bool], device: str) -> None:
     case = Case()

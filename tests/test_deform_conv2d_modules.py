@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from helpers import run_python
+from helpers import HALF_DTYPES, run_python
 from torch import nn
 
 from myvision.nn import DeformConv2d, DeformConv2dPack
@@ -135,6 +136,66 @@ def test_pack_trains_every_parameter() -> None:
     layer = DeformConv2dPack(4, 6, 3, padding=1)
     layer(torch.rand(2, 4, 8, 9)).square().sum().backward()
     assert all(parameter.grad.any() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("modulated", [True, False])
+def test_pack_does_not_round_its_offsets_under_autocast(dtype: torch.dtype, modulated: bool, device: str) -> None:
+    """The input is 1 in column 101 and else 0, and every sample is taken 100.3 columns to the right."""
+    layer = DeformConv2dPack(1, 1, 1, bias=False, modulated=modulated).to(device)
+    nn.init.ones_(layer.weight)
+    with torch.no_grad():
+        layer.conv_offset.bias[1] = 100.3
+    x = torch.zeros(1, 1, 1, 128, device=device)
+    x[..., 101] = 1
+    for input_dtype in (torch.float32, dtype):
+        with torch.autocast(device, dtype):
+            output = layer(x.to(input_dtype))
+        assert output.dtype == dtype
+        expected = 0.15 if modulated else 0.3
+        torch.testing.assert_close(output[0, 0, 0, 0].item(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+    output.sum().backward()
+    assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("options", [{"padding": 1}, {"padding": "same"}, {"padding": "valid", "bias": False}])
+def test_scripts(options: dict[str, Any]) -> None:
+    layer = DeformConv2d(4, 6, (3, 2), groups=2, **options)
+    script = torch.jit.script(layer)
+    assert "ops.myvision.deform_conv2d" in script._convolve.code
+    x = torch.rand(2, 4, 9, 9)
+    size = nn.functional.conv2d(x, layer.weight, None, padding=layer.padding, groups=2).shape[2:]
+    offset, mask = torch.randn(2, 24, *size), torch.rand(2, 12, *size)
+    assert torch.equal(script(x, offset, mask), layer(x, offset, mask))
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(x, offset), layer(x, offset))
+
+
+@pytest.mark.parametrize("modulated", [True, False])
+def test_pack_scripts(modulated: bool) -> None:
+    layer, x = pack(padding="same", offset_groups=2, modulated=modulated), torch.rand(2, 4, 9, 9)
+    assert torch.equal(torch.jit.script(layer)(x), layer(x))
+
+
+def test_constructors_have_torchvisions_signature() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    theirs, ours, packs = (
+        {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+        for cls in (torchvision.ops.DeformConv2d, DeformConv2d, DeformConv2dPack)
+    )
+    assert ours == theirs
+    assert packs == theirs | {"offset_groups": 1, "modulated": True}
+
+
+def test_torchvisions_module_becomes_ours() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    layer = torchvision.ops.DeformConv2d(4, 6, 3, padding=1)
+    x, offset = torch.rand(1, 4, 7, 7), torch.randn(1, 18, 7, 7)
+    expected = layer(x, offset)
+    layer.__class__ = DeformConv2d
+    torch.testing.assert_close(layer(x, offset), expected)
 
 
 def test_copies_and_files() -> None:

@@ -100,6 +100,19 @@ def test_deform_conv2d_with_and_without_mask_and_bias(dtype: torch.dtype, with_m
     torch.testing.assert_close(in_runtime(data, *args), model(*args), rtol=tolerance, atol=tolerance)
 
 
+@runs_deform_conv
+@pytest.mark.parametrize("with_optional", [False, True])
+@pytest.mark.parametrize("opset", [19, 22])
+def test_deform_conv2d_does_not_round_float_offsets(opset: int, with_optional: bool) -> None:
+    model, args = deform_conv_case(torch.float16, with_optional, with_optional)
+    args[2] = args[2].float() + 0.0003
+    program = myvision.onnx.export(model, tuple(args), opset_version=opset, verbose=False)
+    casts = ["::Cast"] * (4 if with_optional else 2)
+    assert nodes(program) == [*casts, "::DeformConv", "::Cast"]
+    actual = in_runtime(program.model_proto.SerializeToString(), *args)
+    torch.testing.assert_close(actual, model(*args), rtol=torch.finfo(torch.float16).eps, atol=1e-4)
+
+
 def test_deform_conv2d_in_the_reference_of_onnx() -> None:
     model, args = deform_conv_case(torch.float32, with_mask=True, with_bias=True)
     program = myvision.onnx.export(model, tuple(args), verbose=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
-from myvision.ops.deform_conv2d import deform_conv2d
+from myvision.ops.deform_conv2d import check_word, deform_conv2d, pad_by_word
 
 Size = int | tuple[int, int]
 Padding = Size | Literal["same", "valid"]
@@ -86,8 +86,10 @@ class DeformConv2d(_Base):
         bias: whether to add a bias. Default: True.
 
     Shape:
-        - input: ``[batch, in_channels, height, width]``, of float64, float32, float16 or bfloat16, as the parameters.
-        - offset: ``[batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width]``.
+        - input: ``[batch, in_channels, height, width]``, of float64, float32, float16 or bfloat16, as the parameters
+          (under autocast they may differ).
+        - offset: ``[batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width]``, of the same
+          dtype, or of float32 beside a half type.
         - mask: ``[batch, offset_groups * kernel_height * kernel_width, out_height, out_width]``, or None.
         - output: ``[batch, out_channels, out_height, out_width]``.
 
@@ -121,18 +123,23 @@ class DeformConv2d(_Base):
         numbers = 0 if isinstance(padding, str) else padding
         super().__init__(in_channels, out_channels, kernel_size, stride, numbers, dilation, groups, bias)
         if isinstance(padding, str):
-            _check_word(padding, self.stride)
+            check_word(padding, self.stride)
             self.padding = padding
 
     def forward(self, input: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
-        return deform_conv2d(input, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+        return self._convolve(input, offset, mask)
 
-
-def _check_word(padding: str, stride: tuple[int, int]) -> None:
-    if padding not in ("same", "valid"):
-        raise ValueError(f"padding must be numbers, 'same' or 'valid', but is {padding!r}")
-    if padding == "same" and stride != (1, 1):
-        raise ValueError(f"padding='same' needs stride 1, but stride is {stride}")
+    def _convolve(self, input: Tensor, offset: Tensor, mask: Tensor | None) -> Tensor:
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return deform_conv2d(input, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+        # A script calls the operator itself, as the function around it is Python.
+        if isinstance(self.padding, str):
+            input, padding = pad_by_word(input, self.padding, self.kernel_size, self.dilation)
+        else:
+            padding = self.padding
+        offset_groups = offset.shape[1] // (2 * self.kernel_size[0] * self.kernel_size[1])
+        geometry = self.stride, padding, self.dilation, self.groups, offset_groups
+        return torch.ops.myvision.deform_conv2d(input, self.weight, offset, mask, self.bias, *geometry)
 
 
 class _ZeroConv2d(nn.Conv2d):
@@ -150,6 +157,9 @@ class DeformConv2dPack(DeformConv2d):
     That convolution, ``conv_offset``, starts at zero: every offset is 0 and every mask ``sigmoid(0) = 0.5``, so the
     layer starts as half a plain convolution, as in the paper. Its channels are the offsets, (down, right) for each tap,
     and then the masks; a ``state_dict`` of mmcv's ``ModulatedDeformConv2dPack`` loads as it is.
+
+    Under ``torch.autocast`` that convolution runs in the dtype of its parameters: offsets are places, which a half type
+    would round. The masks come with them and are rounded to autocast's dtype afterwards, as the input is.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in :class:`DeformConv2d`.
@@ -204,12 +214,20 @@ class DeformConv2dPack(DeformConv2d):
         )
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
-        offset, mask = self.conv_offset(input), None
-        if self.modulated:
-            samples = self.offset_groups * self.kernel_size[0] * self.kernel_size[1]
-            offset, mask = offset.split((2 * samples, samples), dim=1)
-            mask = mask.sigmoid()
-        return super().forward(input, offset, mask)
+        predicted = self._predict(input)
+        if not self.modulated:
+            return self._convolve(input, predicted, None)
+        samples = self.offset_groups * self.kernel_size[0] * self.kernel_size[1]
+        offset, mask = predicted.split([2 * samples, samples], dim=1)
+        return self._convolve(input, offset, mask.sigmoid())
+
+    def _predict(self, input: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            device_type = input.device.type
+            if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    return self.conv_offset(input.to(self.conv_offset.weight.dtype))
+        return self.conv_offset(input)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, offset_groups={self.offset_groups}, modulated={self.modulated})"

@@ -25,9 +25,14 @@ def deform_conv2d(
 ) -> Value:
     if op.version < 19:
         raise UnsupportedError(f"deform_conv2d needs ONNX opset 19 or later, got opset_version={op.version}")
-    if op.version < 22 and input.dtype.name == "BFLOAT16":
+    if op.version < 22 and offset.dtype.name == "BFLOAT16":
         raise UnsupportedError(f"deform_conv2d of bfloat16 needs ONNX opset 22 or later, got {op.version}")
-    return op.DeformConv(
+    dtype = input.dtype
+    if dtype != offset.dtype:  # the node has one type, which must not round places: that of the offset
+        input, weight, mask, bias = (
+            None if value is None else op.Cast(value, to=offset.dtype) for value in (input, weight, mask, bias)
+        )
+    output = op.DeformConv(
         input,
         weight,
         offset,
@@ -39,6 +44,7 @@ def deform_conv2d(
         group=groups,
         offset_group=offset_groups,
     )
+    return output if dtype == offset.dtype else op.Cast(output, to=dtype)
 
 
 TRANSLATIONS = {torch.ops.myvision.deform_conv2d.default: deform_conv2d}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.utils import _pair
 
-from myvision._dispatch.autocast import register_autocast
+from myvision._checks import check_tensor
+from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.overrides import overridable
 from myvision._dispatch.tracing import constant
 from myvision._formulas import deform_conv2d as reference
 from myvision._layout import is_channels_last
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float64, torch.float32, *_HALF_DTYPES)
 _forward = torch.ops.myvision.deform_conv2d.default
 _backward = torch.ops.myvision._deform_conv2d_backward.default
 
@@ -39,13 +41,21 @@ def deform_conv2d(
     ``torchvision.ops.deform_conv2d``. Samples between pixels are bilinear, pixels outside the image are 0, and a sample
     a whole pixel or more outside, infinite or NaN is 0 with zero gradients. The number of groups is
     ``input.shape[1] // weight.shape[1]``, that of offset groups ``offset.shape[1] // (2 * kernel_height *
-    kernel_width)``.
+    kernel_width)``. Half types are accumulated in float32, and places are computed in float32 at least.
+
+    Under ``torch.autocast`` input, weight, mask and bias take autocast's dtype, and so does the result, as that of
+    ``torch.nn.functional.conv2d``. Offsets are places, not activations: they stay as they are, or become float32. This
+    is the one difference from torchvision, which computes in float32 there and returns the dtype of the input.
+
+    Under ``torch.use_deterministic_algorithms(True)`` the gradients have the same bits in every run and, on the CPU,
+    for any number of threads; the result always has.
 
     Args:
-        input: ``[batch, in_channels, height, width]``, of float64, float32, float16 or bfloat16 as every other tensor
-            (under autocast they may differ). Half types accumulate in float32, and so does the sampling position.
+        input: ``[batch, in_channels, height, width]``, of float64, float32, float16 or bfloat16, as every other tensor
+            but offset.
         offset: ``[batch, 2 * offset_groups * kernel_height * kernel_width, out_height, out_width]``: for each tap, row
-            by row, how far down and how far right it is moved, in pixels.
+            by row, how far down and how far right it is moved, in pixels. Of the input's dtype, or of float32 beside
+            a half type.
         weight: ``[out_channels, in_channels // groups, kernel_height, kernel_width]``.
         bias: ``[out_channels]``. Default: none.
         stride: step between samples, one number or (vertical, horizontal). Default: 1.
@@ -62,6 +72,7 @@ def deform_conv2d(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit together, or a number is out of range.
+        TypeError: an argument that has to be a tensor is none.
         ValueError: ``padding`` is an unknown word, or ``"same"`` with a stride.
 
     Example::
@@ -76,22 +87,26 @@ def deform_conv2d(
     Papers: `Deformable Convolutional Networks <https://arxiv.org/abs/1703.06211>`_ and `Deformable ConvNets v2: More
     Deformable, Better Results <https://arxiv.org/abs/1811.11168>`_.
     """
+    _check_types({"input": input, "offset": offset, "weight": weight}, bias=bias, mask=mask)
     strides, dilations = _pair(stride), _pair(dilation)
+    if isinstance(padding, str):
+        check_word(padding, strides)
     groups = offset_groups = 1
     if input.dim() == weight.dim() == offset.dim() == 4:  # or else the operator says what is wrong
         kernel_size = constant(weight.shape[2]), constant(weight.shape[3])
         groups = _quotient(input.shape[1], constant(weight.shape[1]))
         offset_groups = _quotient(offset.shape[1], 2 * kernel_size[0] * kernel_size[1])
-        if padding == "same":
-            input, padding = _pad_to_same_size(input, kernel_size, strides, dilations)
-    if padding == "valid":
-        padding = 0
-    if isinstance(padding, str):
-        raise ValueError(f"deform_conv2d: padding must be numbers, 'same' or 'valid', but is {padding!r}")
-    output: Tensor = _forward(
-        input, weight, offset, mask, bias, strides, _pair(padding), dilations, groups, offset_groups
-    )
+        if isinstance(padding, str):
+            input, padding = pad_by_word(input, padding, kernel_size, dilations)
+    amounts = (0, 0) if isinstance(padding, str) else _pair(padding)
+    output: Tensor = _forward(input, weight, offset, mask, bias, strides, amounts, dilations, groups, offset_groups)
     return output
+
+
+def _check_types(tensors: dict[str, Tensor], **optional: Tensor | None) -> None:
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in (tensors | given).items():
+        check_tensor(f"deform_conv2d: {name}", tensor)
 
 
 def _quotient(channels: int, share: int) -> int:
@@ -99,15 +114,25 @@ def _quotient(channels: int, share: int) -> int:
     return max(constant(channels) // max(share, 1), 1)
 
 
-def _pad_to_same_size(
-    input: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> tuple[Tensor, tuple[int, int]]:
-    """The input and the padding that ``padding="same"`` stands for; what cannot be split evenly joins the input."""
-    if tuple(stride) != (1, 1):
+def check_word(padding: str, stride: Sequence[int]) -> None:
+    if padding not in ("same", "valid"):
+        raise ValueError(f"deform_conv2d: padding must be numbers, 'same' or 'valid', but is {padding!r}")
+    if padding == "same" and tuple(stride) != (1, 1):
         raise ValueError(f"deform_conv2d: padding='same' needs stride 1, but stride is {tuple(stride)}")
-    down, right = (d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True))
-    if down % 2 or right % 2:
-        input = F.pad(input, (0, right % 2, 0, down % 2))
+
+
+def pad_by_word(
+    input: Tensor, padding: str, kernel_size: tuple[int, int], dilation: tuple[int, int]
+) -> tuple[Tensor, tuple[int, int]]:
+    """The input and the padding that a word stands for: what "same" cannot split evenly joins the input.
+
+    It is in the language of torch.jit.script.
+    """
+    if padding == "valid":
+        return input, (0, 0)
+    down, right = dilation[0] * (kernel_size[0] - 1), dilation[1] * (kernel_size[1] - 1)
+    if down % 2 != 0 or right % 2 != 0:
+        input = F.pad(input, [0, right % 2, 0, down % 2])
     return input, (down // 2, right // 2)
 
 
@@ -142,11 +167,15 @@ def _check_input(input: Tensor) -> None:
     )
 
 
-def _check_other(name: str, tensor: Tensor, layout: str, input: Tensor) -> None:
+def _check_other(name: str, tensor: Tensor, layout: str, input: Tensor, others: Sequence[torch.dtype] = ()) -> None:
+    """``others``: what dtypes the tensor may have besides that of input."""
     _check_rank(name, tensor, layout)
     _check(
-        tensor.dtype == input.dtype,
-        lambda: f"{name} must have the dtype of input, {_name(input.dtype)}, but has {_name(tensor.dtype)}",
+        tensor.dtype in (input.dtype, *others),
+        lambda: (
+            f"{name} must have the dtype of input, {_name(input.dtype)}, "
+            f"{''.join(f'or {_name(other)}, ' for other in others)}but has {_name(tensor.dtype)}"
+        ),
     )
     _check(
         tensor.device == input.device,
@@ -223,7 +252,7 @@ def _output_shape(
     offset_layout, mask_layout = f"batch, 2 * {samples_layout}", f"batch, {samples_layout}"
     _check_input(input)
     _check_other("weight", weight, "out_channels, in_channels / groups, kernel_height, kernel_width", input)
-    _check_other("offset", offset, offset_layout, input)
+    _check_other("offset", offset, offset_layout, input, [torch.float32] if input.dtype in _HALF_DTYPES else [])
     if mask is not None:
         _check_other("mask", mask, mask_layout, input)
     if bias is not None:
@@ -306,6 +335,17 @@ def _gradients(*args: Any) -> tuple[Tensor | None, ...]:
     return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True))
 
 
+# ---- torch.autocast --------------------------------------------------------------------------------------------------
+
+
+def _autocast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+    dtype = torch.get_autocast_dtype(device_type)
+    input, weight, offset, *others = args
+    offset_dtype = dtype if offset.dtype == dtype else torch.float32  # neither rounds it
+    input, weight, *others = (cast_to(arg, dtype, device_type) for arg in (input, weight, *others))
+    return input, weight, cast_to(offset, offset_dtype, device_type), *others
+
+
 # ---- torch.vmap: more images where the weights are shared, more groups of channels where they are not ----------------
 
 
@@ -355,4 +395,4 @@ torch.library.register_vmap("myvision::deform_conv2d", _vmap)
 torch.library.register_vmap("myvision::_deform_conv2d_backward", _vmap_backward)
 register_autograd(_forward, _setup_context, _first_backward, composite=reference.deform_conv2d)
 register_second_derivative(_backward, _gradients)
-register_autocast(_forward)
+register_autocast(_forward, _autocast)

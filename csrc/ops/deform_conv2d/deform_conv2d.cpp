@@ -13,14 +13,14 @@ namespace {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-constexpr int64_t kMaxGeometry = int64_t{1} << 20;  // stride, dilation, ...: keeps every product here inside int64_t
+constexpr int64_t kMaxGeometry = int64_t{1} << 20;  // of strides, dilations, ...: their products stay inside int64_t
 constexpr int64_t kMaxSide = std::numeric_limits<int32_t>::max();  // AxisSample counts pixels in 32 bits
 
-// A macro, as the parts of a message are only made where the check fails.
+// It is a macro, so that the parts of a message are made only where the check fails.
 #define DEFORM_CONV2D_CHECK(holds, ...) MYVISION_CHECK(holds, "deform_conv2d: ", __VA_ARGS__)
 
 // ------------------------------------------------------------------------------------------------ checks
-// In the order in which myvision/ops/deform_conv2d.py makes them for the fake.
+// myvision/ops/deform_conv2d.py makes the same checks in the same order for the fake.
 struct Geometry {
   IntArray stride, padding, dilation;
   int64_t groups, offset_groups;
@@ -37,9 +37,28 @@ void check_shape(const char* name, const Tensor& tensor, IntArray wanted, const 
                       "), but has shape ", shape_name(sizes));
 }
 
-void check_like_input(const char* name, const Tensor& tensor, const Tensor& input) {
+void check_dtype(const char* name, const Tensor& tensor, const Tensor& input) {
   DEFORM_CONV2D_CHECK(tensor.scalar_type() == input.scalar_type(), name, " must have the dtype of input, ",
                       name_of(input.scalar_type()), ", but has ", name_of(tensor.scalar_type()));
+}
+
+bool is_half(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Half || tensor.scalar_type() == ScalarType::BFloat16;
+}
+
+// Offsets are places: float32 ones may stand beside half types, which would round them.
+Dtype check_offset_dtype(const Tensor& offset, const Tensor& input) {
+  if (!is_half(input)) {
+    check_dtype("offset", offset, input);
+  } else {
+    DEFORM_CONV2D_CHECK(offset.scalar_type() == input.scalar_type() || offset.scalar_type() == ScalarType::Float,
+                        "offset must have the dtype of input, ", name_of(input.scalar_type()), ", or float32, but has ",
+                        name_of(offset.scalar_type()));
+  }
+  return *to_dtype(offset.scalar_type());
+}
+
+void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
   DEFORM_CONV2D_CHECK(same_device(tensor, input), name, " must be on the device of input, ", device_name(input),
                       ", but is on ", device_name(tensor));
 }
@@ -65,7 +84,8 @@ Dtype check_input(const Tensor& input) {
 
 void check_other(const char* name, const Tensor& tensor, int64_t rank, const char* layout, const Tensor& input) {
   check_rank(name, tensor, rank, layout);
-  check_like_input(name, tensor, input);
+  check_dtype(name, tensor, input);
+  check_device(name, tensor, input);
 }
 
 void check_geometry(const Geometry& geometry) {
@@ -91,7 +111,7 @@ void check_sizes(const DeformConv2dParams& p, int64_t share) {
 }
 
 #ifndef MYVISION_GPU
-// A limit of the CPU kernels, which number the pixels of a padded plane in 32 bits.
+// The CPU kernels number the pixels of a padded plane in 32 bits.
 void check_plane(const DeformConv2dParams& p) {
   DEFORM_CONV2D_CHECK((p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
                       " pixels; on the CPU they must have less than 2^31, a border included");
@@ -126,7 +146,9 @@ DeformConv2dParams checked_params(const Tensor& input, const Tensor& weight, con
   DeformConv2dParams p{};
   p.dtype = check_input(input);
   check_other("weight", weight, 4, "out_channels, in_channels / groups, kernel_height, kernel_width", input);
-  check_other("offset", offset, 4, kOffsetLayout, input);
+  check_rank("offset", offset, 4, kOffsetLayout);
+  p.offset_dtype = check_offset_dtype(offset, input);
+  check_device("offset", offset, input);
   if (mask) check_other("mask", *mask, 4, kMaskLayout, input);
   if (bias) check_other("bias", *bias, 1, "out_channels", input);
   check_geometry(geometry);
@@ -187,8 +209,9 @@ void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients&
 #else
 void run_forward(const DeformConv2dParams& params, const Tensor&) { deform_conv2d_forward_cpu(params); }
 
-void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&, bool) {
-  deform_conv2d_backward_cpu(params, gradients);  // deterministic anyway
+void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&,
+                  bool deterministic) {
+  deform_conv2d_backward_cpu(params, gradients, deterministic);
 }
 #endif
 

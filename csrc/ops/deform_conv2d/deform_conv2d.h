@@ -1,4 +1,4 @@
-// deform_conv2d: the plain parameters that every backend takes. Checked once, in deform_conv2d.cpp.
+// deform_conv2d: the plain parameters that every backend takes. deform_conv2d.cpp has checked them.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,8 @@
 namespace myvision {
 
 struct DeformConv2dParams {
-  Dtype dtype;  // of every tensor: Float64, Float32, Float16 or BFloat16
+  Dtype dtype;         // of every tensor but offset: Float64, Float32, Float16 or BFloat16
+  Dtype offset_dtype;  // the same, or Float32 beside a half type, which would round the places
   int64_t batch, in_channels, height, width;
   int64_t out_channels, kernel_h, kernel_w, out_height, out_width;
   int64_t stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
@@ -28,7 +29,8 @@ struct DeformConv2dGradients {
 };
 
 MYVISION_CPU_KERNEL(deform_conv2d, forward, DeformConv2dParams)
-MYVISION_CPU_KERNEL(deform_conv2d, backward, DeformConv2dParams, DeformConv2dGradients)
+// The last argument is `deterministic`: gradients have the same bits for any number of threads.
+MYVISION_CPU_KERNEL(deform_conv2d, backward, DeformConv2dParams, DeformConv2dGradients, bool)
 
 // Workspace the GPU launchers need, in bytes; the glue allocates it through torch.
 int64_t deform_conv2d_forward_cuda_workspace(const DeformConv2dParams& params);

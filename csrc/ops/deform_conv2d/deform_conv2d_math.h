@@ -2,10 +2,22 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/host_device.h"
+#include "ops/deform_conv2d/deform_conv2d.h"
 
 namespace myvision {
+
+// Calls f with a null pointer to the type of offset in memory: T, that of the other tensors, or, beside a half type,
+// Real, the one computed in.
+template <typename T, typename Real, typename F>
+MYVISION_HOST_DEVICE void with_offset_type(const DeformConv2dParams& params, const F& f) {
+  if constexpr (!std::is_same_v<T, Real>) {
+    if (params.offset_dtype != params.dtype) return f(static_cast<Real*>(nullptr));
+  }
+  f(static_cast<T*>(nullptr));
+}
 
 // Coordinate along one axis of the sample that kernel tap `tap` takes for output position `out`.
 template <typename Real>

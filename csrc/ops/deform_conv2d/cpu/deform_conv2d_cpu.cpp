@@ -7,7 +7,8 @@
 //             products for the offsets; weight gradient += columns^T x output gradient.
 // A unit belongs to one worker in backward, so nothing is atomic and every sum has a fixed order. Only the weight
 // gradient (summed over the images) and, where workers share an offset group, the offset and mask gradients (over the
-// channels) are kept apart per worker and added up.
+// channels) are kept apart per worker and added up. So the order follows from the shapes and the number of workers,
+// and that is one per thread, or a constant where the gradients must not depend on the number of threads.
 //
 // Per output pixel forward does 2 K C T operations in the product (K output channels, C input channels a group, T taps)
 // and 8 C T in the sampling; the product is the limit unless K is small. No buffer grows with the batch.
@@ -28,8 +29,9 @@ namespace {
 constexpr int64_t kImageBytes = int64_t(12) << 20;  // of slices or output gradients held at a time, if an image fits
 constexpr int64_t kProductDepth = 256;              // rows of a packed panel multiplied at a time: they stay in L1
 constexpr int64_t kSerialOperations = int64_t(1) << 18;  // fewer are not worth waking threads for
+constexpr int64_t kDeterministicWorkers = 8;  // gradients are summed as by so many, whatever the number of threads
 
-// What forward and backward share. In is the type in memory, T the one computed in.
+// What forward and backward share. In is the type in memory (that of the offset may be T), T the one computed in.
 template <typename In, typename T = Compute<In>>
 struct Common {
   static constexpr int64_t kVector = Vec<T>::size();
@@ -43,10 +45,10 @@ struct Common {
   const int64_t unit_columns, columns_row;  // most columns of a unit in one range of taps, and their pitch in a tile
   const int64_t weight_range, weight_unit;  // elements of the packed weight of a range, of a unit
 
-  Common(const DeformConv2dParams& params, int64_t units_wanted)
+  Common(const DeformConv2dParams& params, int64_t units_wanted, int64_t most_workers)
       : p(params),
         l(params, kVector, units_wanted),
-        workers(worthwhile_threads(params)),
+        workers(most_workers),
         tiling(params, tile_pixels(params, workers)),
         group_outputs(params.out_channels / params.groups),
         panels(ceil_div(group_outputs, kPanel)),
@@ -55,10 +57,10 @@ struct Common {
         weight_range(panels * kPanel * unit_columns),
         weight_unit(weight_range * l.ranges) {}
 
-  static int64_t worthwhile_threads(const DeformConv2dParams& p) {
+  static int64_t worthwhile_workers(const DeformConv2dParams& p, int64_t most) {
     const double operations = double(p.batch) * p.out_height * p.out_width * p.out_channels *
                               (p.in_channels / p.groups) * (p.kernel_h * p.kernel_w);
-    return operations < kSerialOperations ? 1 : num_threads();
+    return operations < kSerialOperations ? 1 : most;
   }
   static int64_t tile_pixels(const DeformConv2dParams& p, int64_t workers) {
     const int64_t share = ceil_div(std::max(p.batch, int64_t(1)) * p.out_height * p.out_width, workers);
@@ -66,11 +68,10 @@ struct Common {
   }
 
   static const In* at(const Strided4& tensor, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
-    return static_cast<const In*>(tensor.data) + i0 * tensor.stride[0] + i1 * tensor.stride[1] + i2 * tensor.stride[2] +
-           i3 * tensor.stride[3];
+    return element<const In>(tensor, i0, i1, i2, i3);
   }
   static In* out(const Strided4& tensor, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
-    return const_cast<In*>(at(tensor, i0, i1, i2, i3));
+    return element<In>(tensor, i0, i1, i2, i3);
   }
 
   // ---- slices
@@ -105,7 +106,7 @@ struct Common {
     bool by_tap() const { return tap != 1; }
   };
   ColumnOrder contiguous_order() const { return {l.taps, 1}; }
-  // Of a weight that can be packed as it is.
+  // The order of the weight's columns where it can be packed as it is.
   std::optional<ColumnOrder> column_order(const Strided4& weight) const {
     const int64_t channel = weight.stride[1], tap = p.kernel_w > 1 ? weight.stride[3] : weight.stride[2];
     if (p.kernel_h > 1 && p.kernel_w > 1 && weight.stride[2] != p.kernel_w * tap) return std::nullopt;
@@ -113,7 +114,7 @@ struct Common {
     if (tap != 1 && channel == 1) return ColumnOrder{channel, tap};
     return std::nullopt;
   }
-  // Between a weight of any strides and a contiguous one.
+  // Copies a weight of any strides to a contiguous one (PACK), or back.
   template <bool PACK>
   void copy_weight(const Strided4& weight, T* contiguous) const {
     parallel_tasks(workers, p.out_channels, [&](int64_t k, int64_t) {
@@ -159,7 +160,7 @@ struct Common {
           places[c * at.channel + (taps.first + t) * at.tap] = place;
     }
   }
-  // kVector output channels, of which m exist, by n columns.
+  // Packs or unpacks a square: kVector output channels, of which m exist, by n columns.
   template <bool PACK, typename W>
   static void convert_square(W* weight, int64_t outputs_row, int64_t m, int64_t n, T* const* places, int64_t shift) {
     Vec<T> square[kVector];
@@ -195,8 +196,7 @@ struct Common {
 
   // ---- sampling
   void plan_block(int64_t image, const Block& block, const Tile& tile, const TapRange& taps, T* plan) const {
-    const int64_t first = block.offset_group * l.taps;
-    make_plan(p, l, at(p.offset, image, 2 * first), p.mask.data ? at(p.mask, image, first) : nullptr, tile, taps, plan);
+    make_plan<In>(p, l, image, block.offset_group, tile, taps, plan);
   }
   void sample_block(const T* plan, const T* slice, const Unit& unit, const Block& block, const Tile& tile,
                     const TapRange& taps, T* columns) const {
@@ -208,8 +208,7 @@ struct Common {
   }
 };
 
-// ---- forward
-// ---------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------ forward
 template <typename In, typename T = Compute<In>>
 struct Forward : Common<In, T> {
   using Base = Common<In, T>;
@@ -229,7 +228,8 @@ struct Forward : Common<In, T> {
   T* const bias = packed + packed_size;
   T* const scratch = bias + p.groups * product_row;
 
-  explicit Forward(const DeformConv2dParams& params) : Base(params, 1) {}
+  explicit Forward(const DeformConv2dParams& params)
+      : Base(params, 1, Base::worthwhile_workers(params, num_threads())) {}
 
   void run() {
     load_bias();
@@ -299,8 +299,7 @@ struct Forward : Common<In, T> {
   }
 };
 
-// ---- backward
-// --------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------ backward
 template <typename In, typename T = Compute<In>>
 struct Backward : Common<In, T> {
   using Base = Common<In, T>;
@@ -342,8 +341,8 @@ struct Backward : Common<In, T> {
   T* const bias_sums = offset_sums + offset_shares * offsets_size;
   T* const bias_total = bias_sums + bias_size;
 
-  Backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients)
-      : Base(params, Base::worthwhile_threads(params)), grad(gradients) {}
+  Backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, int64_t most_workers)
+      : Base(params, most_workers, most_workers), grad(gradients) {}
 
   void run() {
     if (want_columns) pack_transposed_weight();
@@ -519,16 +518,18 @@ struct Backward : Common<In, T> {
       const int64_t n = i / per_image, tap = i % per_image;
       T* sums = offset_sums + n * offsets_image + tap * 3 * out_image;
       add_shares(sums, offset_shares, offsets_size, 0, 3 * out_image);
-      for (int64_t y = 0; y < p.out_height; ++y) {
-        const auto put = [&](const Strided4& to, int64_t channel, const T* from) {
-          if (to.data)
-            copy_row<T>(from + y * p.out_width, 1, p.out_width, Base::out(to, first + n, channel, y), to.stride[3]);
-        };
-        put(grad.offset, 2 * tap, sums);
-        put(grad.offset, 2 * tap + 1, sums + out_image);
-        put(grad.mask, tap, sums + 2 * out_image);
-      }
+      with_offset_type<In, T>(p, [&](auto* type) {
+        store_plane(sums, type, grad.offset, first + n, 2 * tap);
+        store_plane(sums + out_image, type, grad.offset, first + n, 2 * tap + 1);
+      });
+      store_plane(sums + 2 * out_image, static_cast<In*>(nullptr), grad.mask, first + n, tap);
     });
+  }
+  template <typename Out>
+  void store_plane(const T* sums, Out*, const Strided4& to, int64_t image, int64_t channel) const {
+    if (!to.data) return;
+    for (int64_t y = 0; y < p.out_height; ++y)
+      copy_row<T>(sums + y * p.out_width, 1, p.out_width, element<Out>(to, image, channel, y), to.stride[3]);
   }
 
   void store_weight() const {
@@ -553,12 +554,14 @@ struct Backward : Common<In, T> {
 }  // namespace
 
 void forward(const DeformConv2dParams& params) {
-  with_type(params.dtype, [&](auto* type) { Forward<std::remove_pointer_t<decltype(type)>>(params).run(); });
+  with_type(params.dtype, [&]<typename In>(In*) { Forward<In>(params).run(); });
 }
 
-void backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
-  with_type(params.dtype,
-            [&](auto* type) { Backward<std::remove_pointer_t<decltype(type)>>(params, gradients).run(); });
+void backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const bool& deterministic) {
+  with_type(params.dtype, [&]<typename In>(In*) {
+    const int64_t most = deterministic ? kDeterministicWorkers : num_threads();
+    Backward<In>(params, gradients, Common<In>::worthwhile_workers(params, most)).run();
+  });
 }
 
 }  // namespace myvision::CPU_CAPABILITY::deform_conv2d

@@ -66,28 +66,45 @@ template <typename In>
   __builtin_prefetch(row + n - 1);
 }
 
-// Fills the plan for the taps of a range. offset and mask are one image's, from the first channel of the offset group.
-template <typename T, typename In>
-void make_plan(const DeformConv2dParams& p, const Layout& l, const In* offset, const In* mask, const Tile& tile,
+template <typename In>
+inline In* element(const Strided4& tensor, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
+  return static_cast<In*>(tensor.data) + i0 * tensor.stride[0] + i1 * tensor.stride[1] + i2 * tensor.stride[2] +
+         i3 * tensor.stride[3];
+}
+
+// Copies a row of a tile from the plane of offsets (image, channel), and from the next plane.
+template <typename In, typename T>
+void load_offsets(const DeformConv2dParams& p, int64_t image, int64_t channel, const Tile& tile, int64_t y, T* down,
+                  T* right) {
+  with_offset_type<In, T>(p, [&]<typename Offset>(Offset*) {
+    const int64_t plane = p.offset.stride[1], pixel = p.offset.stride[3];
+    const Offset* at = element<Offset>(p.offset, image, channel, y, tile.x);
+    // The planes lie far apart: fetch what the tap after next, or the next offset group, will read.
+    fetch_row(at + 4 * plane, pixel, tile.width);
+    fetch_row(at + 5 * plane, pixel, tile.width);
+    copy_row<T>(at, pixel, tile.width, down, 1);
+    copy_row<T>(at + plane, pixel, tile.width, right, 1);
+  });
+}
+
+// Fills the plan for one image and offset group, and the taps of a range. In is the type of the input in memory.
+template <typename In, typename T>
+void make_plan(const DeformConv2dParams& p, const Layout& l, int64_t image, int64_t offset_group, const Tile& tile,
                const TapRange& taps, T* plan) {
   T grid_x[kTileWidth] = {}, offset_y[kTileWidth] = {}, offset_x[kTileWidth] = {}, factor[kTileWidth];
   std::fill_n(factor, kTileWidth, T(1));
   for (int64_t t = 0; t < taps.count; ++t) {
     const int64_t tap = taps.first + t, tap_y = tap / p.kernel_w, tap_x = tap % p.kernel_w;
+    const int64_t channel = offset_group * l.taps + tap;
     for (int64_t i = 0; i < tile.width; ++i)
       grid_x[i] = sample_position(tile.x + i, p.stride_w, p.padding_w, tap_x, p.dilation_w, T(0));
     for (int64_t row = 0; row < tile.height; ++row) {
       const int64_t y = tile.y + row;
-      const In* at = offset + 2 * tap * p.offset.stride[1] + y * p.offset.stride[2] + tile.x * p.offset.stride[3];
-      // The planes lie far apart: fetch what the tap after next, or the next offset group, will read.
-      fetch_row(at + 4 * p.offset.stride[1], p.offset.stride[3], tile.width);
-      fetch_row(at + 5 * p.offset.stride[1], p.offset.stride[3], tile.width);
-      copy_row<T>(at, p.offset.stride[3], tile.width, offset_y, 1);
-      copy_row<T>(at + p.offset.stride[1], p.offset.stride[3], tile.width, offset_x, 1);
-      if (mask) {
-        const In* of_row = mask + tap * p.mask.stride[1] + y * p.mask.stride[2] + tile.x * p.mask.stride[3];
-        fetch_row(of_row + 2 * p.mask.stride[1], p.mask.stride[3], tile.width);
-        copy_row<T>(of_row, p.mask.stride[3], tile.width, factor, 1);
+      load_offsets<In>(p, image, 2 * channel, tile, y, offset_y, offset_x);
+      if (p.mask.data) {
+        const In* mask = element<In>(p.mask, image, channel, y, tile.x);
+        fetch_row(mask + 2 * p.mask.stride[1], p.mask.stride[3], tile.width);
+        copy_row<T>(mask, p.mask.stride[3], tile.width, factor, 1);
       }
       const Vec<T> grid_y(sample_position(y, p.stride_h, p.padding_h, tap_y, p.dilation_h, T(0)));
       for (int64_t i = 0; i < tile.width; i += Vec<T>::size())

@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_atomically(const Sample<Real>& sample, Real 
                 [&](int dy, int dx, int64_t position) { atomic_add(channel + position, share.value[dy][dx]); });
 }
 
-// The same where one thread owns the channel.
+// Adds to the input's gradient around a sample where one thread owns the channel.
 template <typename Real>
 __device__ __forceinline__ void add_alone(const Sample<Real>& sample, Real gradient, const Strided4& grad_input,
                                           Real* channel) {
@@ -139,15 +139,19 @@ __device__ __forceinline__ SampleGradient<Real> sample_gradient(const Sample<Rea
 }
 
 template <typename T>
-__device__ __forceinline__ void write_sample_gradient(const SampleGradient<RealOf<T>>& gradient,
+__device__ __forceinline__ void write_sample_gradient(const DeformConv2dParams& params,
+                                                      const SampleGradient<RealOf<T>>& gradient,
                                                       const Sample<RealOf<T>>& sample, const Pixel& pixel,
                                                       int64_t sample_channel, const Strided4& grad_offset,
                                                       const Strided4& grad_mask) {
   if (grad_offset.data) {
     const RealOf<T> mask = sample.corners ? sample.mask : 0;  // outside the gradient is 0, whatever the mask is
-    T* target = at<T>(grad_offset, pixel.image, 2 * sample_channel, pixel.y, pixel.x);
-    target[0] = from_real<T>(gradient.y * mask);
-    target[grad_offset.stride[1]] = from_real<T>(gradient.x * mask);
+    with_offset_type<T, RealOf<T>>(params, [&](auto* type) {
+      using Offset = std::remove_pointer_t<decltype(type)>;
+      Offset* target = at<Offset>(grad_offset, pixel.image, 2 * sample_channel, pixel.y, pixel.x);
+      target[0] = from_real<Offset>(gradient.y * mask);
+      target[grad_offset.stride[1]] = from_real<Offset>(gradient.x * mask);
+    });
   }
   if (grad_mask.data) {
     *at<T>(grad_mask, pixel.image, sample_channel, pixel.y, pixel.x) = from_real<T>(gradient.mask);
@@ -202,7 +206,8 @@ __global__ void MYVISION_LAUNCH_BOUNDS(Tile::kThreads, Tile::kMinBlocks)
     if (slice == 0 && exists) {
 #pragma unroll
       for (int other = 1; other < kSlices; ++other) sum += partial[other][column];
-      write_sample_gradient<T>(sum, sample, pixel, int64_t(offset_group) * sizes.taps + tap, grad_offset, grad_mask);
+      write_sample_gradient<T>(params, sum, sample, pixel, int64_t(offset_group) * sizes.taps + tap, grad_offset,
+                               grad_mask);
     }
   }
 }

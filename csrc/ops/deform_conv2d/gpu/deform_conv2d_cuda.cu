@@ -15,14 +15,15 @@ constexpr int64_t kMaxInputBytes = 64 << 20;  // of float gradients of half inpu
 constexpr int64_t kMaxCount = 1 << 30;        // of what the kernels count in 32 bits, with room to round up
 constexpr int64_t kAlignment = 256;           // of the parts of the workspace
 
-// Forward: for as many output channels as a tile has rows.
+// Forward takes the largest tile of which the output channels of a group fill more than half the rows.
 template <typename Real>
 using LargeTile = Tile<Real, 128, 64, 8, 4>;
 template <typename Real>
 using MediumTile = Tile<Real, 64, 64, 8, 4>;
 template <typename Real>
 using SmallTile = Tile<Real, 32, 32, 4, 4>;
-// Backward: few enough sums of a thread that nothing spills; few channels of a block where it works alone on an image.
+// Tiles of backward leave a thread few enough sums that nothing spills; where a block works alone on an image, its tile
+// has few channels.
 template <typename Real>
 using BackwardTile =
     std::conditional_t<std::is_same_v<Real, double>, Tile<Real, 64, 32, 4, 2>, Tile<Real, 64, 64, 4, 4>>;
@@ -142,16 +143,17 @@ DeformConv2dParams images_of(DeformConv2dParams params, int64_t first, int64_t c
   const int64_t size = size_of(params.dtype);
   params.batch = count;
   params.input = from_image(params.input, first, size);
-  params.offset = from_image(params.offset, first, size);
+  params.offset = from_image(params.offset, first, size_of(params.offset_dtype));
   params.mask = from_image(params.mask, first, size);
   params.output = from_image(params.output, first, size);
   return params;
 }
 
-DeformConv2dGradients images_of(DeformConv2dGradients gradients, int64_t first, int64_t element_size) {
-  gradients.input = from_image(gradients.input, first, element_size);
-  gradients.offset = from_image(gradients.offset, first, element_size);
-  gradients.mask = from_image(gradients.mask, first, element_size);
+DeformConv2dGradients images_of(const DeformConv2dParams& params, DeformConv2dGradients gradients, int64_t first) {
+  const int64_t size = size_of(params.dtype);
+  gradients.input = from_image(gradients.input, first, size);
+  gradients.offset = from_image(gradients.offset, first, size_of(params.offset_dtype));
+  gradients.mask = from_image(gradients.mask, first, size);
   return gradients;
 }
 
@@ -207,7 +209,7 @@ void backward_input_offset_mask(const DeformConv2dParams& params, const DeformCo
   const int64_t step = images_of_part(params, gradients);
   for (int64_t first = 0; first < params.batch; first += step) {
     const DeformConv2dParams part = images_of(params, first, std::min(step, params.batch - first));
-    const DeformConv2dGradients wanted = images_of(gradients, first, sizeof(T));
+    const DeformConv2dGradients wanted = images_of(params, gradients, first);
     if (accumulates_in_workspace(params, gradients)) {
       backward_columns(part, wanted, dense_input(part, sums), deterministic, weight, stream);
       write_input<T>(part, wanted.input, sums, stream);

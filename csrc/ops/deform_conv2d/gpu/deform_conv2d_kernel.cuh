@@ -80,8 +80,12 @@ __device__ __forceinline__ Sample<RealOf<T>> sample_at(const DeformConv2dParams&
   using Real = RealOf<T>;
   const int64_t channel = int64_t(offset_group) * sizes.taps + tap;
   const int kernel_w = static_cast<int>(params.kernel_w), tap_y = tap / kernel_w, tap_x = tap - tap_y * kernel_w;
-  const T* offset = at<const T>(params.offset, pixel.image, 2 * channel, pixel.y, pixel.x);
-  const Real offset_y = to_real(offset[0]), offset_x = to_real(offset[params.offset.stride[1]]);
+  Real offset_y = 0, offset_x = 0;
+  with_offset_type<T, Real>(params, [&](auto* type) {
+    const auto* offset =
+        at<std::remove_pointer_t<decltype(type)>>(params.offset, pixel.image, 2 * channel, pixel.y, pixel.x);
+    offset_y = to_real(offset[0]), offset_x = to_real(offset[params.offset.stride[1]]);
+  });
   const auto y = axis_sample(
       sample_position(pixel.y, params.stride_h, params.padding_h, tap_y, params.dilation_h, offset_y), params.height);
   const auto x = axis_sample(
@@ -218,7 +222,8 @@ struct Tile {
   static constexpr int kThreadColumns = kColumnsOfThread;
   static constexpr int kDepth = 64 / sizeof(Real);
   static constexpr int kThreads = kRows * kColumns / (kThreadRows * kThreadColumns);
-  // Of a multiprocessor at a time: leaves a thread 128 registers (double: 255), enough for every kernel here.
+  // A multiprocessor can run so many blocks at a time and leave a thread 128 registers (double: 255), enough for every
+  // kernel here.
   static constexpr int kMinBlocks = 2048 / sizeof(Real) / kThreads;
   static constexpr int kVector = kVectorBytes / sizeof(Real);
 
@@ -238,7 +243,7 @@ struct Tile {
   }
 };
 
-// From a multiple of 16 bytes.
+// Loads kCount numbers from an address that is a multiple of 16 bytes.
 template <int kCount, typename Real>
 __device__ __forceinline__ void load_fragment(const Real* from, Real (&to)[kCount]) {
   constexpr int kWidth = kVectorBytes / sizeof(Real);
