@@ -18,6 +18,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "common/dtype.h"
 
@@ -91,7 +92,7 @@ inline std::string name_of(ScalarType type) {
     case ScalarType::ComplexDouble:
       return "complex128";
     default: {
-      std::string name = torch::headeronly::toString(type);
+      std::string name = torch::headeronly::toString(type);  // "Float8_e5m2", where Python has "float8_e5m2"
       for (char& letter : name) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
       return name;
     }
@@ -193,6 +194,24 @@ class GpuScope {
 // Raises what a GPU launcher reports: null where all went well.
 inline void check_launch(const char* op, const char* error) {
   MYVISION_CHECK(error == nullptr, op, ": the GPU kernel did not start: ", error);
+}
+
+// Runs the kernel that an operator's header declares by MYVISION_KERNEL, on the GPU of the tensor `on`.
+template <typename Kernel, typename... Params>
+void launch(const char* op, const Tensor& on, const Kernel& kernel, const Params&... params) {
+  const GpuScope gpu(on);
+  if constexpr (std::is_invocable_v<Kernel, const Params&..., void*>) {
+    check_launch(op, kernel(params..., gpu.stream()));
+  } else {
+    const Tensor workspace = torch::stable::new_empty(on, {kernel.workspace(params...)}, ScalarType::Byte);
+    check_launch(op, kernel.run(params..., workspace.mutable_data_ptr(), gpu.stream()));
+  }
+}
+#else
+// Runs the kernel that an operator's header declares by MYVISION_KERNEL, in this CPU's instruction set.
+template <typename Kernel, typename... Params>
+void launch(const char*, const Tensor&, const Kernel& kernel, const Params&... params) {
+  kernel(params...);
 }
 #endif
 

@@ -1,6 +1,6 @@
 // torch.result_type for the element types that kernels have, and bool.
 #pragma once
-#include "common/stable.h"
+#include "common/checks.h"
 
 namespace myvision {
 
@@ -19,16 +19,20 @@ inline ScalarType promote_types(ScalarType a, ScalarType b) {
 }
 
 // A tensor without dimensions raises the type only where its kind (bool, integer, floating) is the higher one. Nothing
-// where an element type is not supported.
-inline std::optional<ScalarType> result_type(const Tensor& x, const Tensor& y) {
-  const ScalarType x_type = x.scalar_type(), y_type = y.scalar_type();
-  if (x_type == y_type) return to_dtype(x_type) ? std::optional(x_type) : std::nullopt;
-  const auto known = [](ScalarType type) { return type == ScalarType::Bool || to_dtype(type); };
-  if (!known(x_type) || !known(y_type)) return std::nullopt;
+// where an element type is not supported, or all are bool.
+template <std::size_t kCount>
+std::optional<ScalarType> result_type(const Argument (&arguments)[kCount]) {
+  std::optional<ScalarType> of_scalars, of_others;
+  for (const auto& [name, tensor] : arguments) {
+    const ScalarType type = tensor.scalar_type();
+    if (type != ScalarType::Bool && !to_dtype(type)) return std::nullopt;
+    std::optional<ScalarType>& promoted = tensor.dim() == 0 ? of_scalars : of_others;
+    promoted = promoted ? promote_types(*promoted, type) : type;
+  }
   const auto kind = [](ScalarType type) { return is_floating(type) ? 2 : type != ScalarType::Bool; };
-  if (x.dim() > 0 && y.dim() == 0 && kind(x_type) >= kind(y_type)) return x_type;
-  if (y.dim() > 0 && x.dim() == 0 && kind(y_type) >= kind(x_type)) return y_type;
-  return promote_types(x_type, y_type);
+  ScalarType type = of_others ? *of_others : *of_scalars;
+  if (of_others && of_scalars && kind(*of_scalars) > kind(type)) type = promote_types(type, *of_scalars);
+  return type == ScalarType::Bool ? std::nullopt : std::optional(type);
 }
 
 }  // namespace myvision
