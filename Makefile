@@ -51,6 +51,7 @@ lint: $(VENV)/.with-dev
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
 
+# With the GPU library where torch sees a GPU; elsewhere `FORCE_CUDA=1 make wheel` asks for it.
 wheel: $(VENV)/.environment
 	rm -rf build/lib*
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir $(WHEEL_DIR) .

@@ -1,9 +1,12 @@
 """Builds myvision's two operator libraries: _C (schemas and CPU kernels) and _C_cuda (CUDA or HIP kernels).
 
+The GPU library is built where torch sees a GPU and the toolkit is there, or where it is asked for: then a missing
+toolkit is an error.
+
 Environment switches:
-  MYVISION_NO_CUDA=1      leave the GPU library out
-  FORCE_CUDA=1            fail, rather than leave the GPU library out, where its toolkit is missing
-  TORCH_CUDA_ARCH_LIST    GPU architectures, such as "8.0;9.0+PTX" (PYTORCH_ROCM_ARCH on ROCm)
+  FORCE_CUDA=1            ask for the GPU library, for a broad list of architectures where torch sees no GPU
+  TORCH_CUDA_ARCH_LIST    ask for it, for these architectures, such as "8.0;9.0+PTX" (PYTORCH_ROCM_ARCH on ROCm)
+  MYVISION_NO_CUDA=1      leave it out
   NVCC_FLAGS              further flags for nvcc or hipcc
   DEBUG=1                 no optimisation, debug symbols, assertions
   MAX_JOBS                compilers at work at the same time (default: one per available core)
@@ -238,14 +241,25 @@ def configure() -> Configuration:
 
 
 def choose_gpu(torch: Any) -> Gpu:
+    asking = asks_for_gpu(torch)
     if switched_on("MYVISION_NO_CUDA"):
-        if switched_on("FORCE_CUDA"):
+        if asking == "FORCE_CUDA":
             fail("MYVISION_NO_CUDA and FORCE_CUDA are both set; unset one")
         return Gpu(None, "MYVISION_NO_CUDA is set")
+    if not asking and not torch.cuda.is_available():
+        return Gpu(None, "torch sees no GPU; FORCE_CUDA=1 builds it all the same")
     gpu = choose_hip(torch) if torch.version.hip else choose_cuda(torch)
-    if gpu.kind is None and switched_on("FORCE_CUDA"):
-        fail(f"FORCE_CUDA is set, but {gpu.why}")
+    if gpu.kind is None and asking:
+        fail(f"{asking} is set, which asks for the GPU library, but {gpu.why}")
     return gpu
+
+
+def asks_for_gpu(torch: Any) -> str | None:
+    """The variable that asks for the GPU library, None where none does."""
+    if switched_on("FORCE_CUDA"):
+        return "FORCE_CUDA"
+    variable = "PYTORCH_ROCM_ARCH" if torch.version.hip else "TORCH_CUDA_ARCH_LIST"
+    return variable if os.environ.get(variable) else None
 
 
 def choose_hip(torch: Any) -> Gpu:
@@ -259,15 +273,16 @@ def choose_hip(torch: Any) -> Gpu:
 
 def choose_cuda(torch: Any) -> Gpu:
     if torch.version.cuda is None:
-        return Gpu(None, f"torch {torch.__version__} is built without CUDA")
+        return Gpu(None, f"torch {torch.__version__} is built without CUDA: install one with it")
     home = find_cuda_home(torch.version.cuda)
     if home is None:
         return Gpu(None, "no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) was found: set CUDA_HOME to it")
     version = nvcc_version(home)
     if version[0] != int(torch.version.cuda.split(".")[0]):
-        fail(
+        return Gpu(
+            None,
             f"nvcc in {home} is of CUDA {version[0]}.{version[1]}, torch {torch.__version__} of CUDA "
-            f"{torch.version.cuda}: set CUDA_HOME to a toolkit of the same major version, or MYVISION_NO_CUDA=1"
+            f"{torch.version.cuda}: set CUDA_HOME to a toolkit of the same major version",
         )
     os.environ["CUDA_HOME"] = str(home)  # read when torch.utils.cpp_extension is imported
     architectures = choose_architectures(torch, "TORCH_CUDA_ARCH_LIST", cuda_architectures(version))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -23,7 +24,8 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the caller's switches nor those that setup.py sets reach another test."""
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "DEBUG", "FORCE_CUDA", "MYVISION_NO_CUDA", "NVCC_FLAGS"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
+    for name in ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"):
+        monkeypatch.setenv(name, "")
 
 
 def fake_torch(version: str = "2.14.1", cuda: str | None = "13.0", hip: str | None = None, gpu: bool = False) -> object:
@@ -111,32 +113,59 @@ def test_a_failed_compilation_is_one_line_after_the_compilers_own(tmp_path: Path
 # ---- CUDA and HIP: built, left out with the reason, or refused -------------------------------------------------------
 
 
+def test_without_a_gpu_nothing_is_built_for_one_and_a_line_says_how_to_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out = setup_script.Gpu(None, "torch sees no GPU; FORCE_CUDA=1 builds it all the same")
+    for release in ("13.0", "12.8"):  # torch's, and another's, which was once an error
+        monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / release, release)))
+        assert setup_script.choose_gpu(fake_torch()) == left_out
+    monkeypatch.setattr("torch.utils.cpp_extension.ROCM_HOME", "/opt/rocm")
+    assert setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0")) == left_out
+
+
+def test_a_gpu_and_its_toolkit_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path)))
+    gpu = setup_script.choose_gpu(fake_torch(gpu=True))
+    assert gpu == setup_script.Gpu("cuda", f"CUDA 13.0 in {tmp_path}, architectures those of the GPUs here")
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == ""  # which torch takes for those of the GPUs here
+
+
 def test_cuda_is_left_out_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MYVISION_NO_CUDA", "1")
-    assert setup_script.choose_gpu(fake_torch()) == setup_script.Gpu(None, "MYVISION_NO_CUDA is set")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")  # as images with CUDA set it
+    assert setup_script.choose_gpu(fake_torch(gpu=True)) == setup_script.Gpu(None, "MYVISION_NO_CUDA is set")
     monkeypatch.setenv("FORCE_CUDA", "1")
     with pytest.raises(SystemExit, match="both set"):
-        setup_script.choose_gpu(fake_torch())
+        setup_script.choose_gpu(fake_torch(gpu=True))
 
 
+@pytest.mark.parametrize(("asking", "value"), [("FORCE_CUDA", "1"), ("TORCH_CUDA_ARCH_LIST", "9.0")])
 @pytest.mark.parametrize(
-    ("cuda", "reason"), [(None, "is built without CUDA"), ("13.0", "no CUDA toolkit .* was found: set CUDA_HOME")]
+    ("cuda", "release", "reason"),
+    [
+        (None, None, "is built without CUDA"),
+        ("13.0", None, "no CUDA toolkit .* was found: set CUDA_HOME"),
+        ("13.0", "12.8", r"of CUDA 12\.8, torch 2\.14\.1 of CUDA 13\.0: set CUDA_HOME"),
+    ],
 )
-def test_what_cuda_lacks_is_told_and_refused_when_forced(
-    cuda: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+def test_what_cuda_lacks_is_told_and_refused_where_it_was_asked_for(
+    cuda: str | None,
+    release: str | None,
+    reason: str,
+    asking: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(setup_script, "find_cuda_home", lambda cuda: None)
-    gpu = setup_script.choose_gpu(fake_torch(cuda=cuda))
+    home = toolkit(tmp_path, release) if release else None
+    monkeypatch.setattr(setup_script, "find_cuda_home", lambda cuda: home)
+    gpu = setup_script.choose_gpu(fake_torch(cuda=cuda, gpu=True))
     assert gpu.kind is None
-    monkeypatch.setenv("FORCE_CUDA", "1")
-    with pytest.raises(SystemExit, match=f"FORCE_CUDA is set, but .*{reason}"):
+    assert re.search(reason, gpu.why)
+    monkeypatch.setenv(asking, value)
+    with pytest.raises(SystemExit, match=f"{asking} is set, which asks for the GPU library, but .*{reason}"):
         setup_script.choose_gpu(fake_torch(cuda=cuda))
-
-
-def test_a_toolkit_of_another_major_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path, "12.8")))
-    with pytest.raises(SystemExit, match=r"of CUDA 12\.8, torch 2\.14\.1 of CUDA 13\.0"):
-        setup_script.choose_gpu(fake_torch())
 
 
 def test_a_wrapper_script_on_path_is_not_taken_for_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,28 +178,39 @@ def test_a_wrapper_script_on_path_is_not_taken_for_a_toolkit(tmp_path: Path, mon
     assert setup_script.find_cuda_home("13.0") == home
 
 
-def test_without_a_gpu_the_architectures_are_never_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_without_a_gpu_the_architectures_are_never_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path)))
+    monkeypatch.setenv("FORCE_CUDA", "1")
     assert setup_script.choose_gpu(fake_torch()).kind == "cuda"
-    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == setup_script.cuda_architectures((13, 0))
+    assert setup_script.cuda_architectures((13, 0)) == "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
     assert setup_script.cuda_architectures((12, 6)) == "7.5;8.0;8.6;8.9;9.0+PTX"
 
 
-def test_given_architectures_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpu", [False, True])
+def test_given_architectures_ask_and_stand(gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path)))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
-    assert "architectures 8.0" in setup_script.choose_gpu(fake_torch()).why
+    assert "architectures 8.0" in setup_script.choose_gpu(fake_torch(gpu=gpu)).why
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0"
 
 
-def test_rocm_needs_its_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_follows_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    rocm = fake_torch(cuda=None, hip="7.0")
     monkeypatch.setattr("torch.utils.cpp_extension.ROCM_HOME", None)
-    assert "set ROCM_HOME" in setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0")).why
+    assert "set ROCM_HOME" in setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0", gpu=True)).why
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a")
+    with pytest.raises(SystemExit, match=r"PYTORCH_ROCM_ARCH is set, .* set ROCM_HOME"):
+        setup_script.choose_gpu(rocm)
     monkeypatch.setattr("torch.utils.cpp_extension.ROCM_HOME", "/opt/rocm")
+    assert setup_script.choose_gpu(rocm).why.endswith("architectures gfx90a")
     monkeypatch.setenv("PYTORCH_ROCM_ARCH", "")
     assert setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0", gpu=True)).why.endswith("those of the GPUs here")
-    assert setup_script.choose_gpu(fake_torch(cuda=None, hip="7.0")).kind == "hip"
-    assert "gfx90a" in os.environ["PYTORCH_ROCM_ARCH"]
+    monkeypatch.setenv("FORCE_CUDA", "1")
+    assert setup_script.choose_gpu(rocm).kind == "hip"
+    assert os.environ["PYTORCH_ROCM_ARCH"] == setup_script.ROCM_ARCHITECTURES
 
 
 def test_hipify_translates_kernels_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
