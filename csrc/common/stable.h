@@ -12,6 +12,7 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
+#include <cctype>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -89,8 +90,11 @@ inline std::string name_of(ScalarType type) {
       return "complex64";
     case ScalarType::ComplexDouble:
       return "complex128";
-    default:
-      return torch::headeronly::toString(type);
+    default: {
+      std::string name = torch::headeronly::toString(type);
+      for (char& letter : name) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+      return name;
+    }
   }
 }
 
