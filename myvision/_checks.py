@@ -14,6 +14,15 @@ def check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a tensor, but got {type(value).__name__}")
 
 
+def check_tensors(op: str, required: dict[str, object], **optional: object) -> None:
+    """Of an operator's arguments: the required ones are tensors, the others tensors or None, and none is nested."""
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in (required | given).items():
+        check_tensor(f"{op}: {name}", value)
+        if getattr(value, "is_nested", False):
+            raise RuntimeError(f"{op}: {name} must be a dense tensor, but is a nested one")
+
+
 def check_number(name: str, value: object) -> None:
     if not isinstance(value, (Real, torch.SymInt, torch.SymFloat, Tensor)):
         raise TypeError(f"{name} must be a number, but got {type(value).__name__}")

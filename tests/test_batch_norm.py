@@ -71,6 +71,20 @@ def test_statistics_far_from_zero(device: str) -> None:
     torch.testing.assert_close(var.double(), input.double().var((0, 2)), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("scale", [1e18, 3e37])
+def test_statistics_of_huge_numbers(scale: float, layout: str, device: str) -> None:
+    """The mean stays finite, and the variance as long as it is one of float32's numbers."""
+    input = with_layout((random_tensor(4, 6, 9, 8, device=device) + 2) * scale, layout)
+    mean, var = torch.zeros(6, device=device), torch.ones(6, device=device)
+    batch_norm(input, mean, var, training=True, momentum=1.0)
+    torch.testing.assert_close(mean, input.double().mean((0, 2, 3)).float(), rtol=1e-5, atol=scale * 1e-6)
+    torch.testing.assert_close(var, input.double().var((0, 2, 3)).float())
+    expected = torch.zeros(6), torch.ones(6)
+    F.batch_norm(input.cpu(), *expected, training=True, momentum=1.0)
+    assert torch.equal(var.isinf().cpu(), expected[1].isinf())
+
+
 @pytest.mark.parametrize("shape", [(0, 6, 5, 4), (3, 6, 0, 4)], ids=str)
 def test_empty_batches_leave_the_statistics(shape: tuple[int, ...], device: str) -> None:
     running, before = statistics(device=device), statistics(device=device)

@@ -289,6 +289,61 @@ def test_tiny_and_huge_spread(case: Case, scale: float, device: str) -> None:
     torch.testing.assert_close(case.run(tensors)[0].double(), case.run_reference(exact)[0], rtol=1e-5, atol=1e-5)
 
 
+HUGE = [(torch.float32, 100), (torch.float32, 126), (torch.bfloat16, 120), (torch.float64, 1022)]
+
+
+@pytest.mark.parametrize("case", BY_OWN_STATISTICS, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(("dtype", "exponent"), HUGE)
+def test_sums_that_overflow(case: Case, layout: str, dtype: torch.dtype, exponent: int, device: str) -> None:
+    """Numbers 2^k times as large give the same output, to which eps is nothing, and gradients 2^-k times as large."""
+    case = case.but(shape=(3, 6, 9, 8), activation="silu" if case.has_activation else None)
+    small = case.but(eps=0.0).tensors(dtype, device, layout)
+    small[0] = small[0].clamp(-1.9, 1.9)
+    if case.adds:
+        small[3] = torch.zeros_like(small[3])
+    huge = [small[0] * 2.0**exponent, *small[1:]]
+    assert huge[0].isfinite().all()
+    exact = [t if t is None else t.double() for t in small]
+    tolerance = {torch.bfloat16: 3e-2, torch.float32: 2e-5, torch.float64: 1e-12}[dtype]
+    output, oracle = case.run(huge)[0].double(), case.but(eps=0.0).run_reference(exact)[0]
+    torch.testing.assert_close(output, oracle, rtol=tolerance, atol=tolerance)
+    grad_outputs = case.grad_outputs(dtype, device)
+    grad_outputs[1:] = [torch.zeros_like(g) for g in grad_outputs[1:]]
+    actual = case.gradients(huge, grad_outputs)
+    expected = case.but(eps=0.0).gradients(exact, [g.double() for g in grad_outputs], reference=True)
+    for i, (gradient, right) in enumerate(zip(actual, expected, strict=True)):
+        scale = 2.0**exponent if i == 0 or (case.adds and i == len(actual) - 1) else 1.0
+        error = (gradient.double() * scale - right).abs().max()
+        assert error <= tolerance * 4 * right.abs().max(), i
+
+
+@pytest.mark.parametrize("case", CENTERED, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("constant", [1e36, -3e38])
+def test_huge_constants_give_exactly_the_bias(case: Case, layout: str, constant: float, device: str) -> None:
+    case = case.but(shape=(4, 6, 7, 11), residual=False)
+    tensors = case.tensors(torch.float32, device, layout)
+    tensors[0] = torch.full_like(tensors[0], constant)
+    if case.adds:
+        tensors[3] = torch.zeros_like(tensors[3])
+    bias = tensors[2] if case.normalises_rows and case.channels == "last" else tensors[2][:, None, None]
+    torch.testing.assert_close(case.run(tensors)[0], bias.expand(case.shape), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [case for case in CENTERED if not case.normalises_rows], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_gradients_where_the_inverse_variance_overflows(case: Case, layout: str, device: str) -> None:
+    case = case.but(shape=(3, 6, 9, 8), eps=0.0)
+    tensors, grad_outputs = case.tensors(torch.float32, device, layout), case.grad_outputs(torch.float32, device)
+    expected = case.gradients(
+        [t if t is None else t.double() for t in tensors], [g.double() for g in grad_outputs], reference=True
+    )
+    actual = case.gradients([tensors[0] * 2.0**-66, *tensors[1:]], grad_outputs)
+    torch.testing.assert_close(actual[0].double() * 2.0**-66, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[1].double(), expected[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("case", BY_OWN_STATISTICS, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_half_values_whose_squares_overflow_their_type(case: Case, layout: str, device: str) -> None:

@@ -28,10 +28,24 @@ def is_given(case: Case, position: int) -> bool:
 
 
 PARAMETERS = {1: "weight", 2: "bias", 4: "running_mean", 5: "running_var"}
+TENSORS = {0: "input", 3: "residual", **PARAMETERS}
+
+
+def size_message(name: str, of_channels: bool) -> str:
+    if of_channels:
+        return rf"input must have 7 channels, as {name} has, but has shape \(3, 6, 5, 4\)"
+    return rf"{name} must have shape \(.*\), but has shape"
+
+
 # What is wrong -> (the cases it applies to, what is done to the tensors, what the message says)
 BAD: dict[str, tuple[list[Case], Callable[[list[Tensor | None]], list[Any]], str]] = {
     "integer input": (CASES, replaced(0, Tensor.long), "input must have dtype float64, .* but has int64"),
     "complex input": (CASES, replaced(0, lambda t: t + 0j), "input must have dtype float64, .* but has complex64"),
+    "input of a type of 8 bits": (
+        CASES,
+        replaced(0, lambda t: t.to(torch.float8_e4m3fn)),
+        "input must have dtype float64, .* but has float8_e4m3fn",
+    ),
     "bool input": (CASES, replaced(0, lambda t: t > 0), "input must have dtype float64, .* but has bool"),
     "input of one dimension": (IMAGES, replaced(0, lambda t: t[0, :, 0, 0]), "input must have at least 2 dimensions"),
     "input without dimensions": (IMAGES, replaced(0, torch.sum), "input must have at least 2 dimensions"),
@@ -43,12 +57,13 @@ BAD: dict[str, tuple[list[Case], Callable[[list[Tensor | None]], list[Any]], str
         "residual must have the dtype of input, float32, but has float64",
     ),
     **{
-        f"{name} of another size": (
-            [case for case in CASES if is_given(case, i)],
+        f"{name} of another {'number of channels' if of_channels else 'size'}": (
+            [case for case in CASES if is_given(case, i) and case.normalises_rows != of_channels],
             replaced(i, lambda t: t.new_ones([size + 1 for size in t.shape])),
-            rf"{name} must have shape \(.*\), but has shape",
+            size_message(name, of_channels),
         )
         for i, name in PARAMETERS.items()
+        for of_channels in (False, True)
     },
     **{
         f"{name} of another rank": (
@@ -59,20 +74,46 @@ BAD: dict[str, tuple[list[Case], Callable[[list[Tensor | None]], list[Any]], str
         for i, name in PARAMETERS.items()
     },
     **{
-        f"{name} of another dtype": (
+        f"integer {name}": (
             [case for case in CASES if is_given(case, i)],
-            replaced(i, Tensor.double),
-            f"{name} must have the dtype of input, float32, but has float64",
+            replaced(i, Tensor.int),
+            f"{name} must have dtype float64, float32, float16 or bfloat16, but has int32",
         )
         for i, name in PARAMETERS.items()
     },
-    "integer weight": (CASES, replaced(1, Tensor.int), "weight must have the dtype of input"),
+    **{
+        f"a list as {name}": (
+            [case for case in CASES if is_given(case, i)],
+            replaced(i, Tensor.tolist),
+            f"{name} must be a tensor, but got list",
+        )
+        for i, name in TENSORS.items()
+    },
+    "no input": (CASES, lambda tensors: [None, *tensors[1:]], "input must be a tensor, but got NoneType"),
+    "no residual to add": (
+        [case for case in CASES if case.adds],
+        lambda tensors: [*tensors[:3], None, *tensors[4:]],
+        "residual must be a tensor, but got NoneType",
+    ),
+    **{
+        f"{groups} groups": (
+            [case.but(groups=groups) for case in CASES if case.op == "group_norm"],
+            list,
+            rf"num_groups must be a divisor of the number of channels, 6, but is {groups}",
+        )
+        for groups in (4, 0, -1)
+    },
+    "groups that are no number": (
+        [case.but(groups="3") for case in CASES if case.op == "group_norm"],
+        list,
+        "num_groups must be an integer, but got str",
+    ),
 }
 CALLS = [(name, case) for name, (cases, _, _) in BAD.items() for case in cases]
 
 
 def says(call: Callable[[], Any]) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as raised:
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as raised:
         call()
     return str(raised.value)
 
@@ -85,7 +126,7 @@ def test_bad_input_raises_in_eager_and_fake_alike(name: str, case: Case, real_de
     assert re.search(pattern, eager), eager
     assert eager.startswith(f"{case.op}: ")
     with FakeTensorMode() as mode:
-        fakes = [None if t is None else mode.from_tensor(t) for t in tensors]
+        fakes = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in tensors]
         assert says(lambda: case.run(fakes)) == eager
     for context in (torch.inference_mode(), torch.no_grad()):
         with context:
@@ -104,13 +145,67 @@ def test_another_device(case: Case, position: int) -> None:
         case.run(tensors)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_eps(case: Case, device: str) -> None:
+def test_eps_of_batch_norm(training: bool, device: str) -> None:
+    """Which torch's own function refuses too, and only there."""
+    case = Case("batch_norm", training=False)
     tensors = [None if t is None else t.to(device) for t in case.tensors()]
     for eps in (-1e-5, float("nan")):
-        with pytest.raises(RuntimeError, match=f"{case.op}: eps must be at least 0, but is {eps:g}"):
-            case.but(eps=eps).run(tensors)
+        with pytest.raises(RuntimeError, match=f"batch_norm: eps must be at least 0, but is {eps:g}"):
+            case.but(eps=eps, training=training).run(tensors)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.op != "batch_norm"], ids=str)
+def test_a_negative_eps(case: Case, real_device: str) -> None:
+    case.but(eps=-1e-2).check(torch.float32, real_device)
+    assert case.but(eps=-1e6).run(case.tensors(device=real_device))[0].isnan().all()
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=str)
+@pytest.mark.parametrize("position", [4, 5])
+def test_updated_statistics_that_are_expanded(case: Case, position: int, real_device: str) -> None:
+    """Their elements share memory. Where they are only read that is no fault."""
+    tensors = case.tensors(device=real_device)
+    tensors[position] = tensors[position][:1].expand(6)
+    eager = says(lambda: case.but(training=True).run(tensors))
+    assert eager == (
+        f"{case.op}: {PARAMETERS[position]} must have a place of its own for each channel, as it is updated, but is "
+        "expanded"
+    )
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in tensors]
+        assert says(lambda: case.but(training=True).run(fakes)) == eager
+    torch.testing.assert_close(case.run(tensors), case.run_reference(tensors))
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=str)
+@pytest.mark.parametrize("wrong", ["expanded", "requires_grad", "residual", "weight"])
+def test_a_call_that_fails_leaves_the_statistics(case: Case, wrong: str, real_device: str) -> None:
+    input, weight, bias, residual, mean, var = case.tensors(device=real_device)
+    if wrong == "expanded":
+        var = var[:1].expand(6)
+    elif wrong == "requires_grad":
+        var.requires_grad_()
+    elif wrong == "residual":
+        residual = residual[:1]
+    else:
+        weight = weight[:5]
+    before = mean.clone(), var.detach().clone(), mean._version
+    with pytest.raises(RuntimeError):
+        case.but(training=True).run([input, weight, bias, residual, mean, var])
+    assert torch.equal(mean, before[0])
+    assert torch.equal(var, before[1])
+    assert mean._version == before[2]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.normalises_rows or case.adds], ids=str)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_refused(case: Case, layout: torch.layout) -> None:
+    tensors = case.tensors()
+    tensors[0] = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(5, 6)], layout=layout)
+    with pytest.raises(RuntimeError, match=f"^{case.op}: input must be a dense tensor, but is a nested one"):
+        case.run(tensors)
 
 
 @pytest.mark.parametrize("case", NOT_ADDING, ids=str)
@@ -142,12 +237,8 @@ def test_running_statistics_have_no_gradient(case: Case) -> None:
         tensors[position].requires_grad_()
         with pytest.raises(RuntimeError, match="running_mean and running_var have no gradient"):
             case.run(tensors)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_none_as_input(case: Case) -> None:
-    with pytest.raises((RuntimeError, TypeError, AttributeError)):
-        case.run([None, *case.tensors()[1:]])
+        with pytest.raises(RuntimeError, match=f"{case.op}: {PARAMETERS[position]} is updated, and so cannot require"):
+            case.but(training=True).run(tensors)
 
 
 # ---- the operators themselves ----------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ namespace myvision {
 
 // ------------------------------------------------------------------------------------------------ checks
 // In the order in which myvision/ops/_norm.py makes them for the fakes.
-inline Dtype check_floating(const char* op, const Tensor& input) {
-  NORM_CHECK(input.defined(), op, "input must be a tensor, but is None");
-  const std::optional<Dtype> dtype = to_dtype(input.scalar_type());
-  NORM_CHECK(dtype && is_floating(*dtype), op, "input must have dtype float64, float32, float16 or bfloat16, but has ",
-             name_of(input.scalar_type()));
+inline Dtype check_floating(const char* op, const char* name, const Tensor& tensor) {
+  NORM_CHECK(tensor.defined(), op, name, " must be a tensor, but is None");
+  const std::optional<Dtype> dtype = to_dtype(tensor.scalar_type());
+  NORM_CHECK(dtype && is_floating(*dtype), op, name, " must have dtype float64, float32, float16 or bfloat16, but has ",
+             name_of(tensor.scalar_type()));
   return *dtype;
 }
 
@@ -29,17 +29,24 @@ inline void check_device(const char* op, const char* name, const Tensor& tensor,
              ", but is on ", device_name(tensor));
 }
 
-// Weight, bias, running statistics: of input's dtype, or float32.
+// A weight or a bias, of any floating-point type: it is cast to the type computed in.
 inline void check_parameter(const char* op, const char* name, const std::optional<Tensor>& tensor, IntArray shape,
                             const Tensor& input) {
   if (!tensor) return;
   NORM_CHECK(std::ranges::equal(tensor->sizes(), shape), op, name, " must have shape ", shape_name(shape),
              ", but has shape ", shape_name(tensor->sizes()));
-  const ScalarType type = tensor->scalar_type();
-  NORM_CHECK(type == input.scalar_type() || type == ScalarType::Float, op, name, " must have the dtype of input, ",
-             name_of(input.scalar_type()), input.scalar_type() == ScalarType::Float ? "" : ", or float32", ", but has ",
-             name_of(type));
+  check_floating(op, name, *tensor);
   check_device(op, name, *tensor, input);
+}
+
+// The same of one number a channel of input. Where the numbers of channels differ it is the input that is told of, as
+// the parameters belong to a model and so are seldom what is wrong.
+inline void check_channel_parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                                    const Tensor& input) {
+  if (!tensor) return;
+  NORM_CHECK(tensor->dim() != 1 || tensor->size(0) == input.size(1), op, "input must have ", tensor->size(0),
+             " channels, as ", name, " has, but has shape ", shape_name(input.sizes()));
+  check_parameter(op, name, tensor, {input.size(1)}, input);
 }
 
 // A residual, a gradient of the output: like input.
@@ -53,8 +60,6 @@ inline void check_like_input(const char* op, const char* name, const std::option
              name_of(input.scalar_type()), ", but has ", name_of(tensor->scalar_type()));
   check_device(op, name, *tensor, input);
 }
-
-inline void check_eps(const char* op, double eps) { NORM_CHECK(eps >= 0, op, "eps must be at least 0, but is ", eps); }
 
 inline Activation check_activation(const char* op, const std::optional<std::string>& name, double negative_slope) {
   if (!name) return {ActivationKind::None, negative_slope};

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from myvision._dispatch.vjp import gradients_of
+
 try:
     from torch._C import (
         _any_requires_grad,
@@ -103,15 +105,11 @@ def register_second_derivative(op: torch._ops.OpOverload, gradients: Formula) ->
             tensor if is_tensor else constant
             for tensor, constant, is_tensor in zip(ctx.saved_tensors, ctx.constants, ctx.is_tensor, strict=True)
         ]
-        needed = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
 
-        def of_needed(*values: torch.Tensor) -> list[torch.Tensor]:
-            varied = dict(enumerate(inputs)) | dict(zip(needed, values, strict=True))
-            return [gradient for gradient in gradients(*varied.values()) if gradient is not None]
+        def present(*inputs: Any) -> list[torch.Tensor]:
+            return [gradient for gradient in gradients(*inputs) if gradient is not None]
 
-        pullback = torch.func.vjp(of_needed, *(inputs[i] for i in needed))[1]
-        found = dict(zip(needed, pullback([grad for grad in grads if grad is not None]), strict=True))
-        return tuple(found.get(i) for i in range(len(inputs)))
+        return gradients_of(present, inputs, ctx.needs_input_grad, [grad for grad in grads if grad is not None])
 
     register_autograd(op, setup_context, backward, composite=gradients)
 
@@ -155,16 +153,25 @@ def _of_forward(derivative: _Derivative, forward: torch._ops.OpOverload) -> _Der
 def _counting_writes(op: torch._ops.OpOverload, kernel: Formula, first: int = 0) -> Formula:
     """The kernel, after which autograd knows that the operator has written to some of its arguments.
 
+    What autograd would refuse is refused before the kernel runs, so that a call that fails changes nothing. Inference
+    tensors, which count no changes, are written to anywhere, as torch's own functions do.
+
     Args:
         first: the position of the operator's first argument among those of the kernel.
     """
-    written = [first + i for i, argument in enumerate(op._schema.arguments) if argument.is_write]
+    written = {first + i: argument.name for i, argument in enumerate(op._schema.arguments) if argument.is_write}
     if not written:
         return kernel
 
     def counting(*args: Any) -> Any:
+        for i, name in written.items():
+            if args[i].requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{op._schema.name.partition('::')[2]}: {name} is updated, and so cannot require a gradient: "
+                    "detach it"
+                )
         results = kernel(*args)
-        torch.autograd.graph.increment_version([args[i] for i in written])
+        torch.autograd.graph.increment_version([args[i] for i in written if not args[i].is_inference()])
         return results
 
     return counting

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
 from myvision._formulas._normalise import finish, per_channel, real
 from myvision._formulas.batch_norm import batch_norm as batch_norm_reference
@@ -18,13 +19,11 @@ from myvision.ops._norm import (
     argument_positions,
     check,
     check_activation,
-    check_eps,
+    check_channel_parameter,
     check_floating,
     check_like_input,
     check_mask,
-    check_parameter,
     check_statistics,
-    gradients_of,
     parameter_gradient,
     real_dtype,
     register_norm_autocast,
@@ -39,11 +38,10 @@ def check_call(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    eps: float,
     activation: str | None,
     num_groups: int | None = None,
 ) -> None:
-    check_floating(op, input)
+    check_floating(op, "input", input)
     check(
         op,
         input.dim() >= 2,
@@ -51,20 +49,20 @@ def check_call(
     )
     channels = input.shape[1]
     if num_groups is not None:
-        check(op, num_groups >= 1, lambda: f"num_groups must be at least 1, but is {num_groups}")
         check(
             op,
-            channels % num_groups == 0,
+            num_groups >= 1 and channels % num_groups == 0,
             lambda: f"num_groups must be a divisor of the number of channels, {channels}, but is {num_groups}",
         )
-    check_parameter(op, "weight", weight, (channels,), input)
-    check_parameter(op, "bias", bias, (channels,), input)
+    check_channel_parameter(op, "weight", weight, input)
+    check_channel_parameter(op, "bias", bias, input)
     check_like_input(op, "residual", residual, input)
-    check_eps(op, eps)
     check_activation(op, activation)
 
 
-def _check_running(op: str, mean: Tensor | None, var: Tensor | None, input: Tensor) -> None:
+def _check_running(op: str, mean: Tensor | None, var: Tensor | None, input: Tensor, eps: float) -> None:
+    """eps as torch's own functions take it: batch_norm alone refuses what is negative."""
+    check(op, op != "batch_norm" or eps >= 0, lambda: f"eps must be at least 0, but is {eps:g}")
     check(
         op,
         (mean is None) == (var is None),
@@ -72,8 +70,16 @@ def _check_running(op: str, mean: Tensor | None, var: Tensor | None, input: Tens
             f"running_mean and running_var go together, but {'running_mean' if mean is None else 'running_var'} is None"
         ),
     )
-    check_parameter(op, "running_mean", mean, (input.shape[1],), input)
-    check_parameter(op, "running_var", var, (input.shape[1],), input)
+    check_channel_parameter(op, "running_mean", mean, input)
+    check_channel_parameter(op, "running_var", var, input)
+
+
+def _check_updated(op: str, name: str, running: Tensor) -> None:
+    check(
+        op,
+        running.shape[0] <= 1 or running.stride(0) != 0,
+        lambda: f"{name} must have a place of its own for each channel, as it is updated, but is expanded",
+    )
 
 
 def _check_own_statistics(op: str, input: Tensor, others: int) -> None:
@@ -112,8 +118,8 @@ def running_fakes(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         activation: str | None,
         negative_slope: float,
     ) -> tuple[Tensor, Tensor]:
-        check_call(op, input, weight, bias, residual, eps, activation)
-        _check_running(op, running_mean, running_var, input)
+        check_call(op, input, weight, bias, residual, activation)
+        _check_running(op, running_mean, running_var, input, eps)
         if running_mean is None:
             _check_own_statistics(op, input, _others(op, input, 0))
         own_instances = op == "instance_norm" and running_mean is None
@@ -131,8 +137,10 @@ def running_fakes(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         activation: str | None,
         negative_slope: float,
     ) -> tuple[Tensor, Tensor]:
-        check_call(op, input, weight, bias, residual, eps, activation)
-        _check_running(op, running_mean, running_var, input)
+        check_call(op, input, weight, bias, residual, activation)
+        _check_running(op, running_mean, running_var, input, eps)
+        _check_updated(op, "running_mean", running_mean)
+        _check_updated(op, "running_var", running_var)
         _check_own_statistics(op, input, _others(op, input, 0))
         return dense_like(input), _new_statistics(input, input.shape[1] if op == "instance_norm" else 0)
 
@@ -149,7 +157,7 @@ def fake_group_norm(
     activation: str | None,
     negative_slope: float,
 ) -> tuple[Tensor, Tensor]:
-    check_call("group_norm", input, weight, bias, residual, eps, activation, num_groups)
+    check_call("group_norm", input, weight, bias, residual, activation, num_groups)
     _check_own_statistics("group_norm", input, num_groups)
     return dense_like(input), _new_statistics(input, num_groups)
 
@@ -169,7 +177,7 @@ def _fake_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     op = "group_norm" if groups else "batch_norm"
-    check_call(op, input, weight, bias, residual, eps, activation, groups or None)
+    check_call(op, input, weight, bias, residual, activation, groups or None)
     check_statistics(op, statistics, _new_statistics(input, groups).shape, input)
     check_mask(op, output_mask, 4)
     check_like_input(op, "grad_output", grad_output, input)
@@ -275,7 +283,7 @@ register_vmap(_backward)
 
 
 def _fake_statistics(input: Tensor) -> Tensor:
-    check_call("batch_norm", input, None, None, None, 0, None)
+    check_call("batch_norm", input, None, None, None, None)
     return _new_statistics(input, 0)
 
 
@@ -288,7 +296,7 @@ def _fake_given(
     activation: str | None,
     negative_slope: float,
 ) -> Tensor:
-    check_call("batch_norm", input, weight, bias, residual, 0, activation)
+    check_call("batch_norm", input, weight, bias, residual, activation)
     check_statistics("batch_norm", statistics, _new_statistics(input, 0).shape, input)
     return dense_like(input)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
 from myvision._formulas._dropout import dropout
 from myvision._formulas._normalise import real
@@ -20,13 +21,11 @@ from myvision.ops._norm import (
     argument_positions,
     check,
     check_activation,
-    check_eps,
     check_floating,
     check_like_input,
     check_mask,
     check_parameter,
     check_statistics,
-    gradients_of,
     parameter_gradient,
     real_dtype,
     register_norm_autocast,
@@ -79,15 +78,13 @@ def _check_call(
     bias: Tensor | None,
     residual: Tensor | None,
     channels_first: bool,
-    eps: float,
     activation: str | None,
 ) -> None:
-    check_floating(op, input)
+    check_floating(op, "input", input)
     _check_normalized_shape(op, input, normalized_shape, channels_first)
     check_parameter(op, "weight", weight, normalized_shape, input)
     check_parameter(op, "bias", bias, normalized_shape, input)
     check_like_input(op, "residual", residual, input)
-    check_eps(op, eps)
     check_activation(op, activation)
 
 
@@ -117,7 +114,7 @@ def fake_layer_norm(
     activation: str | None,
     negative_slope: float,
 ) -> tuple[Tensor, Tensor]:
-    _check_call("layer_norm", input, normalized_shape, weight, bias, residual, channels_first, eps, activation)
+    _check_call("layer_norm", input, normalized_shape, weight, bias, residual, channels_first, activation)
     return _new_image(input, channels_first), _new_statistics(input, normalized_shape, channels_first, True)
 
 
@@ -131,7 +128,7 @@ def fake_rms_norm(
     activation: str | None,
     negative_slope: float,
 ) -> tuple[Tensor, Tensor]:
-    _check_call("rms_norm", input, normalized_shape, weight, None, residual, channels_first, eps, activation)
+    _check_call("rms_norm", input, normalized_shape, weight, None, residual, channels_first, activation)
     return _new_image(input, channels_first), _new_statistics(input, normalized_shape, channels_first, False)
 
 
@@ -171,7 +168,7 @@ def _fake_add_norm(
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_call(op, input, normalized_shape, weight, bias, None, False, eps, None)
+    _check_call(op, input, normalized_shape, weight, bias, None, False, None)
     check_like_input(op, "residual", residual, input)
     check_dropout(op, dropout_p, seed, input)
     statistics = _new_statistics(input, normalized_shape, False, op == "add_layer_norm")
@@ -193,7 +190,7 @@ def _fake_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     op = "layer_norm"
-    _check_call(op, input, normalized_shape, weight, bias, residual, channels_first, eps, activation)
+    _check_call(op, input, normalized_shape, weight, bias, residual, channels_first, activation)
     check_mask(op, output_mask, 4)
     wanted = _new_statistics(input, normalized_shape, channels_first, statistics.shape[0] == 3)
     check_statistics(op, statistics, wanted.shape, input)
@@ -220,7 +217,7 @@ def _fake_add_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     op = "add_layer_norm"
-    _check_call(op, sum, normalized_shape, weight, bias, None, False, eps, None)
+    _check_call(op, sum, normalized_shape, weight, bias, None, False, None)
     check_dropout(op, dropout_p, seed, sum)
     check_mask(op, output_mask, 4)
     check_statistics(op, statistics, _new_statistics(sum, normalized_shape, False, statistics.shape[0] == 3).shape, sum)

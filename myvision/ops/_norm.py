@@ -12,7 +12,6 @@ from torch import Tensor
 from myvision._dispatch.autocast import register_autocast
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_PARAMETERS = ("weight", "bias", "running_mean", "running_var")
 ACTIVATIONS = ("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish")
 
 
@@ -50,28 +49,38 @@ def check_device(op: str, name: str, tensor: Tensor, input: Tensor, input_name: 
     )
 
 
-def check_floating(op: str, input: Tensor) -> None:
+def check_floating(op: str, name: str, tensor: Tensor) -> None:
     check(
         op,
-        input.dtype in DTYPES,
-        lambda: f"input must have dtype float64, float32, float16 or bfloat16, but has {name_of(input.dtype)}",
+        tensor.dtype in DTYPES,
+        lambda: f"{name} must have dtype float64, float32, float16 or bfloat16, but has {name_of(tensor.dtype)}",
     )
 
 
 def check_parameter(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], input: Tensor) -> None:
-    """Weight, bias, running statistics: of input's dtype, or float32."""
+    """A weight or a bias, of any floating-point type: it is cast to the type computed in."""
     if tensor is None:
         return
     check_shape(op, name, tensor, shape, f"shape {tuple(shape)}")
-    alternative = "" if input.dtype == torch.float32 else ", or float32"
-    check(
-        op,
-        tensor.dtype in (input.dtype, torch.float32),
-        lambda: (
-            f"{name} must have the dtype of input, {name_of(input.dtype)}{alternative}, but has {name_of(tensor.dtype)}"
-        ),
-    )
+    check_floating(op, name, tensor)
     check_device(op, name, tensor, input)
+
+
+def check_channel_parameter(op: str, name: str, tensor: Tensor | None, input: Tensor) -> None:
+    """The same of one number a channel of input.
+
+    Where the numbers of channels differ it is the input that is told of, as the parameters belong to a model and so are
+    seldom what is wrong.
+    """
+    if tensor is None:
+        return
+    if tensor.dim() == 1:
+        check(
+            op,
+            tensor.shape[0] == input.shape[1],
+            lambda: f"input must have {tensor.shape[0]} channels, as {name} has, but has shape {tuple(input.shape)}",
+        )
+    check_parameter(op, name, tensor, (input.shape[1],), input)
 
 
 def check_like_input(op: str, name: str, tensor: Tensor | None, input: Tensor) -> None:
@@ -85,10 +94,6 @@ def check_like_input(op: str, name: str, tensor: Tensor | None, input: Tensor) -
         lambda: f"{name} must have the dtype of input, {name_of(input.dtype)}, but has {name_of(tensor.dtype)}",
     )
     check_device(op, name, tensor, input)
-
-
-def check_eps(op: str, eps: float) -> None:
-    check(op, eps >= 0, lambda: f"eps must be at least 0, but is {eps:g}")
 
 
 def check_activation(op: str, activation: str | None) -> None:
@@ -136,49 +141,27 @@ def parameter_gradient(wanted: bool, parameter: Tensor | None, shape: Sequence[i
     return input.new_empty(shape, dtype=real_dtype(input) if parameter is None else parameter.dtype)
 
 
-def gradients_of(
-    forward: Callable[..., Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool], grad_output: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of some inputs of a differentiable function, differentiable themselves; None for the others."""
-    positions = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-
-    def of_wanted(*values: Tensor) -> Tensor:
-        varied = dict(enumerate(inputs)) | dict(zip(positions, values, strict=True))
-        return forward(*varied.values())
-
-    pullback = torch.func.vjp(of_wanted, *(inputs[i] for i in positions))[1]
-    found = dict(zip(positions, pullback(grad_output), strict=True))
-    return tuple(found.get(i) for i in range(len(inputs)))
-
-
 def argument_positions(op: torch._ops.OpOverload, *names: str) -> list[int]:
     arguments = [argument.name for argument in op._schema.arguments]
     return [arguments.index(name) for name in names]
 
 
 def register_norm_autocast(op: torch._ops.OpOverload, promotes: bool = False) -> None:
-    """Under autocast a norm runs in its input's dtype; parameters of yet another one are cast to float32.
+    """Under autocast a norm runs in its input's dtype, to which the residual is cast.
 
     Args:
         op: the operator.
-        promotes: input and residual are added first, and so take the wider of their dtypes; otherwise the residual
-            takes the input's.
+        promotes: input and residual are added first, and so take the wider of their dtypes.
     """
-    arguments = op._schema.arguments
-    residual = next(i for i, argument in enumerate(arguments) if argument.name == "residual")
-    parameters = [i for i, argument in enumerate(arguments) if argument.name in _PARAMETERS and not argument.is_write]
+    (residual,) = argument_positions(op, "residual")
 
     def cast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+        if args[residual] is None:
+            return args
+        dtype = torch.promote_types(args[0].dtype, args[residual].dtype) if promotes else args[0].dtype
         cast_args = list(args)
-        dtype = args[0].dtype
-        if args[residual] is not None:
-            if promotes:
-                dtype = torch.promote_types(dtype, args[residual].dtype)
-                cast_args[0] = args[0].to(dtype)
-            cast_args[residual] = args[residual].to(dtype)
-        for i in parameters:
-            if args[i] is not None and args[i].dtype not in (dtype, torch.float32):
-                cast_args[i] = args[i].to(torch.float32)
+        for i in (0, residual):
+            cast_args[i] = args[i].to(dtype)
         return cast_args
 
     register_autocast(op, cast)

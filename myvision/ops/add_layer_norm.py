@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.add_layer_norm import add_layer_norm as reference
 from myvision.ops._dropout import check_probability, new_seed
@@ -36,7 +37,7 @@ def add_layer_norm(
         input: ``[..., *normalized_shape]``, what a block returned, of float64, float32, float16 or bfloat16.
         residual: of the same shape and dtype, what went past the block.
         normalized_shape: the last dimensions, over which the mean is taken; one number for the last one.
-        weight: of shape ``normalized_shape``, of the input's dtype or float32. Default: ones.
+        weight: of shape ``normalized_shape``, of any of these dtypes. Default: ones.
         bias: likewise. Default: zeros.
         eps: added to the variance. Default: 1e-5.
         dropout_p: with what probability an element of the input is dropped in training; the others are scaled by
@@ -49,8 +50,9 @@ def add_layer_norm(
         and the sum ``dropout(input) + residual``, the residual of the step after it.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, eps is negative, or ``dropout_p`` is not between 0
-            and 1.
+        TypeError: an argument is no tensor where it must be one.
+        RuntimeError: shapes or devices do not fit together, a dtype is not supported, a tensor is nested, or
+            ``dropout_p`` is not between 0 and 1.
 
     Example::
 
@@ -62,6 +64,7 @@ def add_layer_norm(
     Papers: `Layer Normalization <https://arxiv.org/abs/1607.06450>`_ and `On Layer Normalization in the Transformer
     Architecture <https://arxiv.org/abs/2002.04745>`_.
     """
+    check_tensors("add_layer_norm", {"input": input, "residual": residual}, weight=weight, bias=bias)
     check_probability("add_layer_norm", dropout_p)
     dropout_p = dropout_p if training else 0.0
     return _ops.add_layer_norm.default(

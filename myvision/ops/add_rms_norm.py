@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.add_rms_norm import add_rms_norm as reference
 from myvision.ops._dropout import check_probability, new_seed
@@ -36,7 +37,7 @@ def add_rms_norm(
         input: ``[..., *normalized_shape]``, what a block returned, of float64, float32, float16 or bfloat16.
         residual: of the same shape and dtype, what went past the block.
         normalized_shape: the last dimensions, over which the mean is taken; one number for the last one.
-        weight: of shape ``normalized_shape``, of the input's dtype or float32. Default: ones.
+        weight: of shape ``normalized_shape``, of any of these dtypes. Default: ones.
         eps: added to the mean. Default: the resolution of what is computed in, 1.2e-7 or, for float64, 2.2e-16.
         dropout_p: with what probability an element of the input is dropped in training; the others are scaled by
             ``1 / (1 - dropout_p)``. Which ones follows from a number of torch's default generator, so that
@@ -48,8 +49,9 @@ def add_rms_norm(
         and the sum ``dropout(input) + residual``, the residual of the step after it.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, eps is negative, or ``dropout_p`` is not between 0
-            and 1.
+        TypeError: an argument is no tensor where it must be one.
+        RuntimeError: shapes or devices do not fit together, a dtype is not supported, a tensor is nested, or
+            ``dropout_p`` is not between 0 and 1.
 
     Example::
 
@@ -60,6 +62,7 @@ def add_rms_norm(
 
     Paper: `Root Mean Square Layer Normalization <https://arxiv.org/abs/1910.07467>`_.
     """
+    check_tensors("add_rms_norm", {"input": input, "residual": residual}, weight=weight)
     check_probability("add_rms_norm", dropout_p)
     dropout_p = dropout_p if training else 0.0
     if eps is None:

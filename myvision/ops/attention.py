@@ -13,6 +13,7 @@ from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.overrides import overridable
 from myvision._dispatch.tracing import constant
+from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
 from myvision._formulas.attention import attention as reference
 from myvision.ops import _norm
@@ -573,16 +574,10 @@ def _composite(*args: Any) -> Tensor:
 def _gradients(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     """What the backward operator returns; output and lse are computed anew, as they depend on the other inputs."""
     tensors, options, wanted = args[:_TENSORS], args[_TENSORS + 2 : -1], args[-1]
-    positions = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-
-    def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
-        varied = dict(enumerate(tensors)) | dict(zip(positions, values, strict=True))
-        results = reference(*varied.values(), *options)
-        return results[:1] if grad_lse is None else results
-
-    pullback = torch.func.vjp(of_wanted, *(tensors[i] for i in positions))[1]
-    found = dict(zip(positions, pullback((grad_output,) if grad_lse is None else (grad_output, grad_lse)), strict=True))
-    return tuple(found.get(i) for i in range(4))
+    grads = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
+    return gradients_of(
+        lambda *first: reference(*first, *tensors[4:], *options)[: len(grads)], tensors[:4], wanted, grads
+    )
 
 
 def _cast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:

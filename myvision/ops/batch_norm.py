@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.batch_norm import batch_norm as reference
 from myvision._formulas.batch_norm import batch_norm_update as update_reference
@@ -41,15 +42,15 @@ def batch_norm(
     input gives a channels_last output. Under autocast the input's dtype decides.
 
     Args:
-        input: ``[batch, channels, ...]``, of float64, float32, float16 or bfloat16.
-        running_mean: ``[channels]``, of the input's dtype or float32, as every parameter. May be None in training.
+        input: ``[batch, channels, ...]``, of float64, float32, float16 or bfloat16; or ``[0]``, returned as it is.
+        running_mean: ``[channels]``, of any of these dtypes, as every parameter. May be None in training.
         running_var: ``[channels]``, likewise.
         weight: ``[channels]``. Default: ones.
         bias: ``[channels]``. Default: zeros.
         training: normalise by the batch's own mean and biased variance, and move the running statistics towards the
             mean and the unbiased variance. Default: False.
         momentum: how far they move, 0 ... 1. Default: 0.1.
-        eps: added to the variance. Default: 1e-5.
+        eps: added to the variance, and not negative. Default: 1e-5.
         residual: of the input's shape and dtype, added before the activation. Default: none.
         activation: None, ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"hardswish"``.
         negative_slope: of ``"leaky_relu"``. Default: 0.01.
@@ -58,8 +59,10 @@ def batch_norm(
         A tensor of the input's shape and dtype.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, the activation is unknown, eps is negative, or a
-            running statistic requires a gradient or, without ``training``, is missing.
+        TypeError: an argument is no tensor where it must be one.
+        RuntimeError: shapes or devices do not fit together, a dtype is not supported, a tensor is nested, the
+            activation is unknown, eps is negative, or a running statistic requires a gradient, is to be updated and
+            expanded, or, without ``training``, is missing. Running statistics are then as they were.
         ValueError: in training a channel has a single value.
 
     Example::
@@ -74,7 +77,11 @@ def batch_norm(
     Paper: `Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift
     <https://arxiv.org/abs/1502.03167>`_.
     """
+    statistics = {"running_mean": running_mean, "running_var": running_var}
+    check_tensors("batch_norm", {"input": input}, **statistics, weight=weight, bias=bias, residual=residual)
     affine = weight, bias, residual
+    if input.dim() == 1 and input.shape[0] == 0:  # what torch's own function returns as it is
+        return batch_norm(input[:, None], None, None, training=True, eps=eps, activation=activation)[:, 0]
     if not training:
         if running_mean is None or running_var is None:
             raise RuntimeError(

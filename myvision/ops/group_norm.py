@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from myvision._checks import check_tensors, is_integer
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.group_norm import group_norm as reference
 from myvision.ops._batch_norm import fake_group_norm, register
@@ -35,7 +36,7 @@ def group_norm(
     Args:
         input: ``[batch, channels, ...]``, of float64, float32, float16 or bfloat16.
         num_groups: into how many groups the channels are divided; a divisor of their number.
-        weight: ``[channels]``, of the input's dtype or float32. Default: ones.
+        weight: ``[channels]``, of any of these dtypes. Default: ones.
         bias: ``[channels]``, likewise. Default: zeros.
         eps: added to the variance. Default: 1e-5.
         residual: of the input's shape and dtype, added before the activation. Default: none.
@@ -46,8 +47,9 @@ def group_norm(
         A tensor of the input's shape and dtype.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, ``num_groups`` is no divisor, the activation is
-            unknown, or eps is negative.
+        TypeError: an argument is no tensor, or ``num_groups`` no integer, where it must be one.
+        RuntimeError: shapes or devices do not fit together, a dtype is not supported, a tensor is nested,
+            ``num_groups`` is no divisor, or the activation is unknown.
         ValueError: a single value is to be normalised by itself.
 
     Example::
@@ -59,6 +61,9 @@ def group_norm(
 
     Paper: `Group Normalization <https://arxiv.org/abs/1803.08494>`_.
     """
+    check_tensors("group_norm", {"input": input}, weight=weight, bias=bias, residual=residual)
+    if not is_integer(num_groups):
+        raise TypeError(f"group_norm: num_groups must be an integer, but got {type(num_groups).__name__}")
     if input.dim() >= 2 and num_groups >= 1:  # or else the operator says what is wrong
         check_more_than_one(
             "value per channel",

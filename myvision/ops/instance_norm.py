@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.instance_norm import instance_norm as reference
 from myvision._formulas.instance_norm import instance_norm_update as update_reference
@@ -38,7 +39,7 @@ def instance_norm(
 
     Args:
         input: ``[batch, channels, ...]``, of float64, float32, float16 or bfloat16.
-        running_mean: ``[channels]``, of the input's dtype or float32, as every parameter. Default: none.
+        running_mean: ``[channels]``, of any of these dtypes, as every parameter. Default: none.
         running_var: ``[channels]``, likewise.
         weight: ``[channels]``. Default: ones.
         bias: ``[channels]``. Default: zeros.
@@ -55,8 +56,10 @@ def instance_norm(
         A tensor of the input's shape and dtype.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, the activation is unknown, eps is negative, or a
-            running statistic requires a gradient or, without ``use_input_stats``, is missing.
+        TypeError: an argument is no tensor where it must be one.
+        RuntimeError: shapes or devices do not fit together, a dtype is not supported, a tensor is nested, the
+            activation is unknown, or a running statistic requires a gradient, is to be updated and expanded, or,
+            without ``use_input_stats``, is missing. Running statistics are then as they were.
         ValueError: an image with a single pixel is to be normalised by itself.
 
     Example::
@@ -68,6 +71,8 @@ def instance_norm(
 
     Paper: `Instance Normalization: The Missing Ingredient for Fast Stylization <https://arxiv.org/abs/1607.08022>`_.
     """
+    statistics = {"running_mean": running_mean, "running_var": running_var}
+    check_tensors("instance_norm", {"input": input}, **statistics, weight=weight, bias=bias, residual=residual)
     affine = weight, bias, residual
     if not use_input_stats:
         if running_mean is None or running_var is None:

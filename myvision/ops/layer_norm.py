@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from myvision._checks import check_tensors
+from myvision._dispatch.nested import is_nested, on_nested_rows
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.layer_norm import layer_norm as reference
 from myvision.ops._layer_norm import as_shape, fake_layer_norm, is_first, register
@@ -38,9 +40,10 @@ def layer_norm(
     Every memory layout is read as it is. Under autocast the input's dtype decides.
 
     Args:
-        input: ``[..., *normalized_shape]``, of float64, float32, float16 or bfloat16.
+        input: ``[..., *normalized_shape]``, of float64, float32, float16 or bfloat16; or a nested tensor, jagged or
+            strided, whose components have these last dimensions.
         normalized_shape: the last dimensions, over which the mean is taken; one number for the last one.
-        weight: of shape ``normalized_shape``, of the input's dtype or float32. Default: ones.
+        weight: of shape ``normalized_shape``, of any of these dtypes. Default: ones.
         bias: likewise. Default: zeros.
         eps: added to the variance. Default: 1e-5.
         residual: of the input's shape and dtype, added before the activation. Default: none.
@@ -54,7 +57,8 @@ def layer_norm(
         A tensor of the input's shape and dtype; contiguous, or with ``channels="first"`` channels_last if the input is.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, the activation is unknown, or eps is negative.
+        TypeError: an argument is no tensor where it must be one.
+        RuntimeError: shapes or devices do not fit together, a dtype is not supported, or the activation is unknown.
         ValueError: ``channels`` is an unknown word.
 
     Example::
@@ -69,6 +73,14 @@ def layer_norm(
     Paper: `Layer Normalization <https://arxiv.org/abs/1607.06450>`_.
     """
     shape, channels_first = as_shape(normalized_shape), is_first("layer_norm", channels)
+    if is_nested(input) and not channels_first:
+
+        def of_rows(input: Tensor, residual: Tensor | None) -> Tensor:
+            options: dict[str, Any] = {"activation": activation, "negative_slope": negative_slope}
+            return layer_norm(input, shape, weight, bias, eps, residual=residual, **options)
+
+        return on_nested_rows("layer_norm", of_rows, input, residual, len(shape))
+    check_tensors("layer_norm", {"input": input}, weight=weight, bias=bias, residual=residual)
     return _ops.layer_norm.default(
         input, shape, weight, bias, residual, channels_first, eps, activation, negative_slope
     )

@@ -36,27 +36,34 @@ Call checked_call(Kind kind, const Tensor& input, const OptionalTensor& weight, 
   const char* op = operator_name(kind);
   Call call{kind, op, input, weight, bias, residual, {}};
   BatchNormParams& p = call.params;
-  p.dtype = check_floating(op, input);
+  p.dtype = check_floating(op, "input", input);
   NORM_CHECK(input.dim() >= 2, op, "input must have at least 2 dimensions (batch, channels, ...), but has shape ",
              shape_name(input.sizes()));
   const int64_t channels = input.size(1);
   NORM_CHECK(kind != Kind::Group || (groups >= 1 && channels % groups == 0), op,
              "num_groups must be a divisor of the number of channels, ", channels, ", but is ", groups);
-  check_parameter(op, "weight", weight, {channels}, input);
-  check_parameter(op, "bias", bias, {channels}, input);
+  check_channel_parameter(op, "weight", weight, input);
+  check_channel_parameter(op, "bias", bias, input);
   check_like_input(op, "residual", residual, input);
-  check_eps(op, eps);
   p.activation = check_activation(op, activation, negative_slope);
   p.groups = kind == Kind::Instance ? channels : groups;
   p.eps = eps;
   return call;
 }
 
+// eps as torch's own functions take it: batch_norm alone refuses what is negative.
 void check_running(const Call& call, const OptionalTensor& mean, const OptionalTensor& var) {
+  NORM_CHECK(call.kind != Kind::Batch || call.params.eps >= 0, call.op, "eps must be at least 0, but is ",
+             call.params.eps);
   NORM_CHECK(mean.has_value() == var.has_value(), call.op, "running_mean and running_var go together, but ",
              mean ? "running_var" : "running_mean", " is None");
-  check_parameter(call.op, "running_mean", mean, {call.input.size(1)}, call.input);
-  check_parameter(call.op, "running_var", var, {call.input.size(1)}, call.input);
+  check_channel_parameter(call.op, "running_mean", mean, call.input);
+  check_channel_parameter(call.op, "running_var", var, call.input);
+}
+
+void check_updated(const Call& call, const char* name, const Tensor& running) {
+  NORM_CHECK(running.size(0) <= 1 || running.stride(0) != 0, call.op, name,
+             " must have a place of its own for each channel, as it is updated, but is expanded");
 }
 
 // As torch's own functions count them.
@@ -149,6 +156,8 @@ Result normalize(Call call, const OptionalTensor& running_mean, const OptionalTe
 // By the input's own statistics, with which the running ones are updated.
 Result normalize_and_update(Call call, Tensor running_mean, Tensor running_var, double momentum, bool keep_statistics) {
   check_running(call, running_mean, running_var);
+  check_updated(call, "running_mean", running_mean);
+  check_updated(call, "running_var", running_var);
   check_own_statistics(call);
   const Tensor mean = *as_reals(running_mean, call.input), var = *as_reals(running_var, call.input);
   BatchNormParams& p = call.params;

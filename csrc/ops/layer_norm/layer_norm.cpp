@@ -45,12 +45,11 @@ Call checked_call(const char* op, bool centered, const Tensor& input, IntArray n
   const int first = channels_first ? 1 : dims - normalized;
   Call call{op, input, weight, bias, residual, first, channels_first ? 2 : dims, channels_first, {}};
   LayerNormParams& p = call.params;
-  p.dtype = check_floating(op, input);
+  p.dtype = check_floating(op, "input", input);
   check_normalized_shape(op, input, normalized_shape, channels_first);
   check_parameter(op, "weight", weight, normalized_shape, input);
   check_parameter(op, "bias", bias, normalized_shape, input);
   check_like_input(op, "residual", residual, input);
-  check_eps(op, eps);
   p.activation = check_activation(op, activation, negative_slope);
   p.centered = centered;
   p.eps = eps;

@@ -2,6 +2,7 @@
 //
 // Rows that lie along memory are used where they lie, in their own type. If some tensor has other rows, those pass
 // through buffers of the type computed in: several at a time where their elements lie side by side, as in NCHW.
+#include "common/extremes.h"
 #include "common/lines.h"
 #include "common/parallel.h"
 #include "common/workspace.h"
@@ -171,7 +172,16 @@ class Forward : Rows<S, View> {
   }
 
   Statistics<T> statistics_of_row(const S* x) const {
-    return statistics_of<T>(p.centered ? moments(x, n) : moments_about_zero(x, n), p.eps);
+    const Moments ordinary = p.centered ? moments(x, n) : moments_about_zero(x, n);
+    if (std::isfinite(ordinary.squares)) [[likely]]
+      return statistics_of<T>(ordinary, p.eps);
+    return extreme_statistics<Statistics<T>>(extreme_moments<T>(
+                                                 static_cast<double>(n), static_cast<double>(x[0]), p.centered,
+                                                 [&](const auto& visit) {
+                                                   for (int64_t i = 0; i < n; ++i) visit(static_cast<double>(x[i]));
+                                                 },
+                                                 [](double sum) { return sum; }),
+                                             p.eps);
   }
 
   const View input_ = view(p.input), addend_ = view(p.addend), residual_ = view(p.residual), sum_ = view(p.sum),

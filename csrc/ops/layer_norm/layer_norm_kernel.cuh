@@ -11,6 +11,7 @@
 //   layer_norm_forward         what is normalised is read 3 times (2 times where there is no mean)
 //   layer_norm_backward_sums   2 e read (3 e with an activated residual), before layer_norm_backward
 #pragma once
+#include "common/extremes.h"
 #include "common/norm.cuh"
 #include "common/philox.h"
 #include "ops/layer_norm/layer_norm.h"
@@ -144,6 +145,7 @@ __device__ __forceinline__ void drop(const LayerNormParams& params, const Row<T,
 template <typename T, int kWidth, int kSets>
 class Source {
  public:
+  using TheRow = Row<T, kWidth, kSets>;
   using Reals = Pack<RealOf<T>, kWidth>;
   using Kept = Pack<T, kWidth>;
 
@@ -157,6 +159,22 @@ class Source {
       visit(channel, load(kept_ ? kept_ + row_.place(pack) : nullptr, channel));
     });
     visited_ = true;
+  }
+
+  // Calls visit(number) for all numbers of one of the rows, whoever's they are: slow, and without waiting for anyone.
+  template <typename Visit>
+  __device__ __forceinline__ void visit_row(int set, Visit visit) const {
+    for (int64_t channel = 0; row_.exists && channel < params_.channels; channel += TheRow::kChannels) {
+      Reals numbers = row_.load(params_.input, channel);
+      if (params_.addend.data) {
+        drop(params_, row_, channel, numbers);
+        numbers = plus_addend(numbers, channel);
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        if (j % kSets == set) visit(static_cast<double>(numbers.value[j]));
+      }
+    }
   }
 
   // The row's first numbers or, where there is dropout, others like them.
@@ -199,6 +217,17 @@ __device__ __forceinline__ Pair<Real> exact_sum(Real a, Real b) {
   return {sum, (a - (sum - b_part)) + (b - b_part)};
 }
 
+// By each thread for itself, so that rows that come here do not hold up the others of their block.
+template <typename T, int kWidth, int kSets>
+__device__ __forceinline__ Statistics<RealOf<T>> extreme_statistics_of_row(const LayerNormParams& params,
+                                                                           const Source<T, kWidth, kSets>& source,
+                                                                           int set) {
+  const ExtremeMoments moments = extreme_moments<RealOf<T>>(
+      static_cast<double>(params.channels), static_cast<double>(source.pivot().value[set]), params.centered,
+      [&](const auto& visit) { source.visit_row(set, visit); }, [](double sum) { return sum; });
+  return extreme_statistics<Statistics<RealOf<T>>>(moments, params.eps);
+}
+
 // The mean comes from distances to a pivot, the variance from distances to that mean, whose own sum corrects both.
 template <typename T, int kWidth, int kSets>
 __device__ __forceinline__ void compute_statistics(const LayerNormParams& params, const Tile& tile,
@@ -232,6 +261,7 @@ __device__ __forceinline__ void compute_statistics(const LayerNormParams& params
     const RealOf<T> variance = (sum.second - correction) / count;
     const auto mean = exact_sum(means[s], shift);
     of_rows[s] = {mean.first, mean.second, rstd_of(variance < 0 ? 0 : variance, static_cast<RealOf<T>>(params.eps))};
+    if (!std::isfinite(sum.second)) of_rows[s] = extreme_statistics_of_row(params, source, s);
   }
 }
 

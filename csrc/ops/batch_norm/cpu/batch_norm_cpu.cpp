@@ -5,6 +5,7 @@
 // the next, so that the second reading finds them in the cache and memory moves each number once. Across channels
 // (channels_last) all of the first reading comes first, and the second goes backwards. Where a residual gradient is
 // wanted, the first reading writes it and the second reads it in place of what it was made of.
+#include "common/extremes.h"
 #include "common/workspace.h"
 #include "ops/batch_norm/cpu/batch_norm_lines.h"
 #include "ops/batch_norm/cpu/batch_norm_partition.h"
@@ -79,6 +80,11 @@ class Kernel {
   template <typename Body>
   void with_direction(const Body& body) const {
     along ? body(std::true_type()) : body(std::false_type());
+  }
+
+  // All numbers of some channels of a slice.
+  Tile whole(int64_t slice, int64_t channel, int64_t channels) const {
+    return {0, 0, slice, channel, channels, 0, partition.slice_pixels()};
   }
 
   // ---- statistics
@@ -212,9 +218,27 @@ class Forward : Kernel<S> {
       Moments all;
       for (int64_t part = 0; part < partition.parts(); ++part)
         for (int64_t i = 0; i < partition.group_channels(); ++i) all = merge(all, moments(part, index + i));
+      if (!std::isfinite(all.squares)) return use_extreme_statistics(group, channel, index);
       moments(0, index) = all;
       use_statistics(group, channel, index, statistics_of<T>(all, p.eps));
     });
+  }
+  void use_extreme_statistics(int64_t group, int64_t channel, int64_t index) {
+    const Tile tile = Base::whole(index / p.channels, channel, partition.group_channels());
+    const double count = static_cast<double>(tile.channels * tile.pixels);
+    const auto visit_all = [&](const auto& visit) {
+      alignas(64) S buffer[kBlock<T>];
+      partition.for_each_block(tile, [&](const Block& block) {
+        const Lines<const S> x = Base::read(input, block, buffer);
+        for (int64_t line = 0; line < Base::lines(block); ++line)
+          for (int64_t i = 0; i < Base::in_line(block); ++i) visit(static_cast<double>(x[line][i]));
+      });
+    };
+    S buffer[1];
+    const double first = static_cast<double>(Base::read(input, Block{tile.slice, 0, 0, 1, channel, 1}, buffer)[0][0]);
+    const ExtremeMoments extreme = extreme_moments<T>(count, first, true, visit_all, [](double sum) { return sum; });
+    moments(0, index) = {count, unscaled_mean<T>(extreme), unscaled_variance<T>(extreme) * count};
+    use_statistics(group, channel, index, extreme_statistics<Statistics<T>>(extreme, p.eps));
   }
 
   void take_statistics(int64_t unit) {
@@ -306,6 +330,7 @@ class Backward : Kernel<S> {
       partition.for_each_unit(merge);
     }
     if (first.sums) write_parameter_gradients();
+    if (has_extremes_ && wants_input) partition.for_each_unit([&](int64_t unit) { rewrite_extremes(unit); });
   }
 
  private:
@@ -332,15 +357,29 @@ class Backward : Kernel<S> {
     if (gradients_.stage == BackwardStage::Sums) return;
     const bool has_means = gradients_.stage == BackwardStage::Finish;
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
-      const T* means = static_cast<const T*>(gradients_.sums);
-      const double weight = Base::weight(channel);
-      set_input_scale(group, channel, index,
-                      has_means ? Sums{means[channel] * weight, means[p.channels + channel] * weight} : Sums{});
+      set_input_scale(group, channel, index, has_means ? means_of_group(channel, index) : Sums{});
+      if (gradients_.training && is_extreme(Base::statistics_of_group(group)))
+        __atomic_store_n(&has_extremes_, true, __ATOMIC_RELAXED);
     });
   }
 
-  // Input gradient = (input - mean) * scale + shift + gradient * factor, from the means over a group of gradient *
-  // weight and of gradient * weight * normalised.
+  // Of gradient * weight and of gradient * weight * normalised, once the sums are known.
+  Sums means_of_group(int64_t first_channel, int64_t index) const {
+    if (gradients_.stage == BackwardStage::Finish) {
+      const T* means = static_cast<const T*>(gradients_.sums);
+      const double weight = Base::weight(first_channel);
+      return {means[first_channel] * weight, means[p.channels + first_channel] * weight};
+    }
+    const double count = static_cast<double>(partition.slice_pixels() * partition.group_channels());
+    Sums weighted;
+    for (int64_t i = 0; i < partition.group_channels(); ++i) {
+      const double weight = Base::weight(first_channel + i);
+      weighted.add({sums(0, index + i).gradient * weight, sums(0, index + i).product * weight});
+    }
+    return {weighted.gradient / count, weighted.product / count};
+  }
+
+  // Input gradient = (input - mean) * scale + shift + gradient * factor.
   void set_input_scale(int64_t group, int64_t first_channel, int64_t index, const Sums& means) {
     const Statistics<T> s = Base::statistics_of_group(group);
     const double rstd = s.rstd, scale = -rstd * rstd * means.product;
@@ -419,20 +458,80 @@ class Backward : Kernel<S> {
 
   // Over the parts, and from gradient * (x - mean) to gradient * normalised.
   void merge_sums(int64_t unit) {
-    const double count = static_cast<double>(partition.slice_pixels() * partition.group_channels());
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
       const Statistics<T> s = Base::statistics_of_group(group);
-      Sums weighted;
       for (int64_t i = 0; i < partition.group_channels(); ++i) {
         Sums all;
         for (int64_t part = 0; part < partition.parts(); ++part) all.add(sums(part, index + i));
         all.product = (all.product - s.rest * all.gradient) * s.rstd;
-        sums(0, index + i) = all;
-        const double weight = Base::weight(channel + i);
-        weighted.add({all.gradient * weight, all.product * weight});
+        sums(0, index + i) = is_extreme(s) ? extreme_sums(s, channel + i, index + i) : all;
       }
       if (gradients_.training && gradients_.stage == BackwardStage::Whole)
-        set_input_scale(group, channel, index, {weighted.gradient / count, weighted.product / count});
+        set_input_scale(group, channel, index, means_of_group(channel, index));
+    });
+  }
+
+  // ---- groups that spread so widely, or so little, that sums of distances or 1 / variance leave the range of T:
+  // number by number, in doubles. What the passes wrote of their input gradient is written anew.
+  static bool is_extreme(const Statistics<T>& s) {
+    constexpr double kMost = sizeof(T) == sizeof(double) ? 0x1p500 : 0x1p60;
+    return s.rstd > 0 && std::isfinite(s.rstd) && (s.rstd > kMost || s.rstd < 1 / kMost);
+  }
+
+  // Calls body(block, x, g) for the blocks of one channel of a slice, with lines of the gradient before the activation.
+  template <typename Body>
+  void for_each_block_of_channel(int64_t slice, int64_t channel, const Body& body) const {
+    partition.for_each_block(Base::whole(slice, channel, 1), [&](const Block& block) {
+      Buffers buffers;
+      alignas(64) T g[kBlock<T>];
+      const Lines<const S> x = Base::read(input, block, buffers.input);
+      const Lines<const S> after = Base::read(grad_output_, block, buffers.grad_output);
+      const int64_t n = Base::in_line(block);
+      Base::with_direction([&]<bool ALONG>(std::bool_constant<ALONG>) {
+        with_gradient<ALONG>(
+            Base::norm_lines(block, x, buffers.residual), p.activation, after, buffers.z, [&](const auto& gradients) {
+              for (int64_t line = 0; line < Base::lines(block); ++line)
+                write_line<T>(g + line * n, n, [&](int64_t i, int64_t count) { return gradients(line).at(i, count); });
+            });
+      });
+      body(block, x, Lines<const T>{g, n});
+    });
+  }
+
+  static double normalised(const Statistics<T>& s, S x) {
+    return (static_cast<double>(x) - s.mean) * s.rstd - static_cast<double>(s.rest) * s.rstd;
+  }
+
+  Sums extreme_sums(const Statistics<T>& s, int64_t channel, int64_t index) const {
+    Sums all;
+    for_each_block_of_channel(index / p.channels, channel, [&](const Block& block, Lines<const S> x, Lines<const T> g) {
+      for (int64_t line = 0; line < Base::lines(block); ++line)
+        for (int64_t i = 0; i < Base::in_line(block); ++i)
+          all.add({g[line][i], g[line][i] * normalised(s, x[line][i])});
+    });
+    return all;
+  }
+
+  void rewrite_extremes(int64_t unit) const {
+    Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
+      const Statistics<T> s = Base::statistics_of_group(group);
+      if (!is_extreme(s)) return;
+      const Sums means = means_of_group(channel, index);
+      for (int64_t i = 0; i < partition.group_channels(); ++i)
+        write_extreme_gradient(s, means, index / p.channels, channel + i);
+    });
+  }
+  void write_extreme_gradient(const Statistics<T>& s, const Sums& means, int64_t slice, int64_t channel) const {
+    const double weight = Base::weight(channel);
+    for_each_block_of_channel(slice, channel, [&](const Block& block, Lines<const S> x, Lines<const T> g) {
+      alignas(64) S buffer[kBlock<T>];
+      const Lines<S> out = Base::write(grad_input_, block, buffer);
+      for (int64_t line = 0; line < Base::lines(block); ++line)
+        for (int64_t i = 0; i < Base::in_line(block); ++i) {
+          const double centered = g[line][i] * weight - means.gradient - normalised(s, x[line][i]) * means.product;
+          out[line][i] = static_cast<S>(static_cast<T>(s.rstd * centered));
+        }
+      Base::finish(grad_input_, block, buffer);
     });
   }
 
@@ -455,6 +554,7 @@ class Backward : Kernel<S> {
   const BatchNormGradients& gradients_;
   const LineView<S> grad_output_, grad_input_, grad_residual_;
   Workspace sums_;
+  bool has_extremes_ = false;
 };
 
 // Half types as they are, if all lines lie side by side, or else brought to float. So are lines along small planes:

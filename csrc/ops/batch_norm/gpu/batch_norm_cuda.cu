@@ -93,8 +93,8 @@ void compute_statistics(const BatchNormParams& params, const Layout& layout, Mom
   });
   const GroupParts parts = group_parts(params, plan);
   const int64_t owners = params.running_mean ? params.channels : number_of_groups(params);
-  MYVISION_LAUNCH(batch_norm_merge<RealOf<T>>, blocks_of(parts.tile, owners), kBatchNormThreads, stream, params, parts,
-                  partial, owners, number_of_groups(params) / owners);
+  MYVISION_LAUNCH(batch_norm_merge<T>, blocks_of(parts.tile, owners), kBatchNormThreads, stream, params, parts, partial,
+                  owners, number_of_groups(params) / owners);
 }
 
 template <typename T>

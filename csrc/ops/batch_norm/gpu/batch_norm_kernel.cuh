@@ -11,6 +11,7 @@
 //   batch_norm_moments, batch_norm_merge                                24 bytes written, read; again from a cache
 //   batch_norm_backward_sums, sum_columns or batch_norm_group_sums      2 r written, 2 r read
 #pragma once
+#include "common/extremes.h"
 #include "common/norm.cuh"
 #include "ops/batch_norm/batch_norm.h"
 
@@ -190,14 +191,19 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kBatchNormThreads, 2)
 }
 
 template <typename Real>
-__device__ __forceinline__ void write_statistics(const BatchNormParams& params, int64_t group, double mean,
-                                                 double variance) {
+__device__ __forceinline__ Statistics<Real> statistics_of(double mean, double variance, double eps) {
+  const Real rounded_mean = static_cast<Real>(mean);
+  return {rounded_mean, static_cast<Real>(mean - rounded_mean), static_cast<Real>(rstd_of(variance, eps))};
+}
+
+template <typename Real>
+__device__ __forceinline__ void write_statistics(const BatchNormParams& params, int64_t group,
+                                                 const Statistics<Real>& of_group) {
   const int64_t groups = number_of_groups(params);
   Real* statistics = static_cast<Real*>(params.statistics);
-  const Real rounded_mean = static_cast<Real>(mean);
-  statistics[group] = rounded_mean;
-  statistics[groups + group] = static_cast<Real>(mean - rounded_mean);
-  statistics[2 * groups + group] = static_cast<Real>(rstd_of(variance, params.eps));
+  statistics[group] = of_group.mean;
+  statistics[groups + group] = of_group.rest;
+  statistics[2 * groups + group] = of_group.rstd;
 }
 
 template <typename Real>
@@ -224,11 +230,37 @@ struct GroupParts {
   }
 };
 
+// The number `i` of a group, one after the other in no particular order.
+template <typename T>
+__device__ __forceinline__ double number_of_group(const BatchNormParams& params, int64_t group, int64_t i) {
+  const int64_t plane = params.height * params.width, which = divide(i, plane), pixel = i - which * plane;
+  const int64_t y = divide(pixel, params.width), x = pixel - y * params.width;
+  const int64_t image = params.groups == 0 ? which : divide(group, params.groups);
+  const int64_t first_channel =
+      (group - image * params.groups) * divide(params.channels, max(params.groups, int64_t(1)));
+  const int64_t channel = params.groups == 0 ? group : first_channel + which, *stride = params.input.stride;
+  const T* input = static_cast<const T*>(params.input.data);
+  return to_real(input[image * stride[0] + channel * stride[1] + y * stride[2] + x * stride[3]]);
+}
+
+// By the members of a tile's slot together.
+template <typename T>
+__device__ __forceinline__ ExtremeMoments extreme_moments_of_group(const BatchNormParams& params, const Tile& tile,
+                                                                   int64_t group, int64_t count) {
+  return extreme_moments<RealOf<T>>(
+      static_cast<double>(count), number_of_group<T>(params, group, 0), true,
+      [&](const auto& visit) {
+        for (int64_t i = tile.member(); i < count; i += tile.members) visit(number_of_group<T>(params, group, i));
+      },
+      [&](double sum) { return tile.sum(sum); });
+}
+
 // Merges the parts to the groups' statistics. `images` groups, `owners` apart, update the same running statistics.
-template <typename Real>
+template <typename T>
 __global__ void MYVISION_LAUNCH_BOUNDS(kBatchNormThreads, 2)
     batch_norm_merge(const BatchNormParams params, const GroupParts from, const Moments* partial, int64_t owners,
                      int64_t images) {
+  using Real = RealOf<T>;
   const Tile tile = from.tile;
   for (int64_t start = int64_t(blockIdx.x) * tile.slots; start < owners; start += int64_t(gridDim.x) * tile.slots) {
     const bool exists = start + tile.slot() < owners, writes = exists && tile.member() == 0;
@@ -239,15 +271,24 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kBatchNormThreads, 2)
       const double first = partial[group * from.span].mean;
       double sum = 0, squares = 0;
       from.visit(group, [&](int64_t, int64_t i) { sum += partial[i].count * (partial[i].mean - first); });
-      const double mean = first + tile.sum(sum) / from.count;
+      double mean = first + tile.sum(sum) / from.count;
       from.visit(group, [&](int64_t, int64_t i) {
         const double step = partial[i].mean - mean;
         squares += partial[i].squares + partial[i].count * step * step;
       });
-      squares = tile.sum(squares);
-      if (writes) write_statistics<Real>(params, group, mean, squares / from.count);
+      double variance = tile.sum(squares) / from.count;
+      Statistics<Real> statistics = statistics_of<Real>(mean, variance, params.eps);
+      // The block's threads go the slow way together, as they wait for one another there.
+      if (strided_sum(std::isfinite(variance) ? 0.0 : 1.0, 1, tile.members * tile.slots) > 0) {
+        const ExtremeMoments extreme = extreme_moments_of_group<T>(params, tile, group, from.count);
+        if (!std::isfinite(variance)) {
+          mean = unscaled_mean<Real>(extreme), variance = unscaled_variance<Real>(extreme);
+          statistics = extreme_statistics<Statistics<Real>>(extreme, params.eps);
+        }
+      }
+      if (writes) write_statistics(params, group, statistics);
       mean_of_images += mean / images;
-      variance_of_images += squares / (from.count - 1) / images;
+      variance_of_images += variance * (double(from.count) / (from.count - 1)) / images;
     }
     if (!writes || !params.running_mean) continue;
     move_towards<Real>(params.running_mean, owner, params.momentum, mean_of_images);
@@ -258,8 +299,9 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kBatchNormThreads, 2)
 template <typename Real>
 __global__ void batch_norm_running_statistics(const BatchNormParams params) {
   for (int64_t channel = global_thread(); channel < params.channels; channel += global_threads()) {
-    write_statistics<Real>(params, channel, static_cast<const Real*>(params.running_mean)[channel],
-                           static_cast<const Real*>(params.running_var)[channel]);
+    write_statistics(params, channel,
+                     statistics_of<Real>(static_cast<const Real*>(params.running_mean)[channel],
+                                         static_cast<const Real*>(params.running_var)[channel], params.eps));
   }
 }
 
