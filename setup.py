@@ -115,9 +115,9 @@ ROCM_ARCHITECTURES = "gfx90a;gfx942;gfx1030;gfx1100"
 
 
 def cuda_architectures(cuda: tuple[int, int]) -> str:
-    """Those that a toolkit compiles for, the newest as PTX too so that later GPUs run it."""
-    listed = ["7.5", "8.0", "8.6", "8.9", "9.0"] + (["10.0", "12.0"] if cuda >= (12, 8) else [])
-    return ";".join(listed) + "+PTX"
+    """Those that a toolkit compiles for, and PTX of one that is older than every GPU without an image, such as 11.0."""
+    newest = ["9.0", "10.0+PTX", "12.0"] if cuda >= (12, 8) else ["9.0+PTX"]
+    return ";".join(["7.5", "8.0", "8.6", "8.9", *newest])
 
 
 # ---- what the machine has --------------------------------------------------------------------------------------------

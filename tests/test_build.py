@@ -185,8 +185,17 @@ def test_forced_without_a_gpu_the_architectures_are_never_empty(
     monkeypatch.setenv("FORCE_CUDA", "1")
     assert setup_script.choose_gpu(fake_torch()).kind == "cuda"
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == setup_script.cuda_architectures((13, 0))
-    assert setup_script.cuda_architectures((13, 0)) == "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
-    assert setup_script.cuda_architectures((12, 6)) == "7.5;8.0;8.6;8.9;9.0+PTX"
+
+
+@pytest.mark.parametrize("cuda", [(12, 6), (12, 8), (13, 0)])
+def test_there_is_code_for_every_gpu_that_the_toolkit_knows_and_for_later_ones(cuda: tuple[int, int]) -> None:
+    listed = setup_script.cuda_architectures(cuda).split(";")
+    images = {float(name.removesuffix("+PTX")) for name in listed}
+    ptx = [float(name.removesuffix("+PTX")) for name in listed if name.endswith("+PTX")]
+    known = [7.5, 8.0, 8.6, 8.7, 8.9, 9.0] + ([10.0, 10.3, 11.0, 12.0, 12.1] if cuda >= (12, 8) else [])
+    for gpu in [*known, 13.0]:  # an image serves its generation from its own number on, PTX whatever is not older
+        has_image = any(int(image) == int(gpu) and image <= gpu for image in images)
+        assert has_image or any(version <= gpu for version in ptx), gpu
 
 
 @pytest.mark.parametrize("gpu", [False, True])
