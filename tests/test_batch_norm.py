@@ -40,11 +40,11 @@ def test_defaults_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted", "sliced"])
-@pytest.mark.parametrize("statistics_dtype", [None, torch.float32])
+@pytest.mark.parametrize("statistics_dtype", [None, torch.float32, torch.bfloat16])
 def test_running_statistics(
     floating_dtype: torch.dtype, statistics_dtype: torch.dtype | None, layout: str, device: str
 ) -> None:
-    """Unbiased, of the input's type or float32, and right to the last digit but one."""
+    """Unbiased, of any type, and right to the last digit but one."""
     input = with_layout(random_tensor(4, 6, 5, 9, dtype=floating_dtype, device=device) * 3 + 1, layout)
     running = statistics(6, statistics_dtype or floating_dtype, device)
     expected = tuple(t.double() for t in running)
@@ -93,6 +93,31 @@ def test_empty_batches_leave_the_statistics(shape: tuple[int, ...], device: str)
     output.sum().backward()
     assert output.shape == shape
     assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("size", [None, 0, 3])
+def test_nothing_at_all_is_torchs(training: bool, size: int | None) -> None:
+    """torch takes an input of shape (0,), with any statistics, and returns it."""
+    running = (None, None) if size is None else (torch.zeros(size), torch.ones(size))
+    input = torch.empty(0, requires_grad=True)
+    for function in (batch_norm, F.batch_norm):
+        output = function(input, *running, training=training)
+        assert output.shape == (0,)
+        assert torch.autograd.grad(output.sum(), input)[0].shape == (0,)
+    for function in (batch_norm, F.batch_norm):
+        with pytest.raises((RuntimeError, IndexError)):
+            function(torch.ones(3), None, None, training=True)
+
+
+def test_statistics_made_in_inference_mode_are_updated_anywhere() -> None:
+    """As torch's own function does; they count no changes."""
+    with torch.inference_mode():
+        ours, theirs = statistics(), statistics()
+    input = random_tensor(3, 6, 5)
+    expected = F.batch_norm(input, *theirs, training=True)
+    torch.testing.assert_close(batch_norm(input, *ours, training=True), expected)
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_evaluation_leaves_the_statistics(device: str) -> None:

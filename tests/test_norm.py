@@ -28,6 +28,32 @@ def test_parameters_in_float32(case: Case, dtype: torch.dtype, device: str) -> N
     case.but(parameter_dtype=torch.float32).check(dtype, device)
 
 
+MIXED = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float64),
+    (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.float64),
+    (torch.float64, torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("dtype", "parameter_dtype"), MIXED)
+def test_parameters_of_another_type(case: Case, dtype: torch.dtype, parameter_dtype: torch.dtype, device: str) -> None:
+    """The output is of the input's type, as torch's rms_norm gives it, and gradients are of their tensor's."""
+    case = case.but(parameter_dtype=parameter_dtype)
+    tensors, grad_outputs = case.tensors(dtype, device), case.grad_outputs(dtype, device)
+    same = [t if t is None or i in (0, 3) else t.double() for i, t in enumerate(tensors)]
+    for actual, expected in zip(case.run(tensors), case.run_reference(same), strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual, expected)
+    given = [t for t in tensors[:4] if t is not None]
+    gradients = case.gradients(tensors, grad_outputs), case.gradients(same, grad_outputs, reference=True)
+    for tensor, actual, expected in zip(given, *gradients, strict=True):
+        assert actual.dtype == tensor.dtype
+        torch.testing.assert_close(actual, expected.to(tensor.dtype), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("case", WITH_ACTIVATION, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("residual", [True, False])

@@ -8,16 +8,23 @@ from typing import ParamSpec, TypeVar
 
 from torch.overrides import handle_torch_function, has_torch_function
 
+from myvision._dispatch.nested import is_nested
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def overridable(function: Callable[P, R]) -> Callable[P, R]:
-    """Calls ``__torch_function__`` of an argument that has one, as torch's own functions do."""
+    """Calls ``__torch_function__`` of an argument that has one, as torch's own functions do.
+
+    That of nested tensors is passed by: it takes a function for torch's own of the same name.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+            if any(is_nested(value) for value in (*args, *kwargs.values())):
+                return function(*args, **kwargs)
             return handle_torch_function(call, (*args, *kwargs.values()), *args, **kwargs)
         return function(*args, **kwargs)
 
