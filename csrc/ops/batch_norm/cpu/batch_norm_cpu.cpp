@@ -81,7 +81,7 @@ class Kernel {
     along ? body(std::true_type()) : body(std::false_type());
   }
 
-  // ---- statistics
+  // ---- statistics: small work that is called from several places, and inlined there would be compiled for each
   int64_t groups() const { return p.channels / partition.group_channels(); }  // of a slice
   T* statistics() const { return static_cast<T*>(p.statistics); }
   Statistics<T> statistics_of_group(int64_t group) const {
@@ -116,7 +116,7 @@ class Kernel {
   int64_t index(const Tile& tile) const { return tile.slice * p.channels + tile.channel; }
 
   // Normalised = (input - mean) * scale + shift
-  void set_scale(int64_t first_channel, int64_t index, const Statistics<T>& s) const {
+  [[gnu::noinline]] void set_scale(int64_t first_channel, int64_t index, const Statistics<T>& s) const {
     for (int64_t i = 0; i < partition.group_channels(); ++i) {
       const double scale = weight(first_channel + i) * s.rstd;
       *array(kMean, index + i) = s.mean;
@@ -207,7 +207,7 @@ class Forward : Kernel<S> {
     columns.merge_into(of_channel);
   }
 
-  void merge_moments(int64_t unit) {
+  [[gnu::noinline]] void merge_moments(int64_t unit) {
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
       Moments all;
       for (int64_t part = 0; part < partition.parts(); ++part)
@@ -390,7 +390,7 @@ class Backward : Kernel<S> {
     };
     if (pass.reads_gradient) {
       const Lines<const S> given = Base::read(grad_residual_, block, buffers.grad_residual);
-      use([&](int64_t line) { return GradientLine<S>{given[line]}; });
+      use(GivenGradients<S>{given});
     } else {
       const Lines<const S> after = Base::read(grad_output_, block, buffers.grad_output);
       with_gradient<ALONG>(Base::norm_lines(block, x, buffers.residual), p.activation, after, buffers.z, use);
@@ -418,7 +418,7 @@ class Backward : Kernel<S> {
   }
 
   // Over the parts, and from gradient * (x - mean) to gradient * normalised.
-  void merge_sums(int64_t unit) {
+  [[gnu::noinline]] void merge_sums(int64_t unit) {
     const double count = static_cast<double>(partition.slice_pixels() * partition.group_channels());
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
       const Statistics<T> s = Base::statistics_of_group(group);
