@@ -61,6 +61,7 @@ class Flags:
 
     every: list[str]
     release: list[str]
+    baseline: list[str]  # of a release's DEFAULT kernels where better ones are built too: only old CPUs run them
     debug: list[str]
     instruction_set: dict[str, list[str]]
 
@@ -70,7 +71,8 @@ class Flags:
     def kernels(self, instruction_set: str) -> list[str]:
         """Of the files that are compiled once per instruction set."""
         names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
-        return self.all() + self.instruction_set[instruction_set] + names
+        is_baseline = instruction_set == "DEFAULT" and len(INSTRUCTION_SETS) > 1 and not switched_on("DEBUG")
+        return self.all() + (self.baseline if is_baseline else []) + self.instruction_set[instruction_set] + names
 
 
 GNU_EVERY = ["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
@@ -78,6 +80,7 @@ GCC = Flags(
     # False alarms: in GCC 12's own AVX-512 intrinsics, and of Clang's pragmas in torch's headers.
     every=[*GNU_EVERY, "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"],
     release=["-O3", "-g0", "-DNDEBUG"],
+    baseline=["-O2"],  # a third less time to compile than -O3, and as fast
     debug=["-O0", "-g", "-UNDEBUG"],
     instruction_set={
         "DEFAULT": [],
@@ -90,6 +93,7 @@ CLANG = replace(GCC, every=GNU_EVERY)
 MSVC = Flags(
     every=["/std:c++20", "/EHsc", "/permissive-", "/Zc:__cplusplus"],
     release=["/O2", "/DNDEBUG"],
+    baseline=[],
     debug=["/Od", "/Z7", "/UNDEBUG"],
     instruction_set={"DEFAULT": [], "AVX2": ["/arch:AVX2"], "AVX512": ["/arch:AVX512"]},
 )
@@ -138,9 +142,14 @@ def import_torch() -> Any:
     return torch
 
 
+def cxx() -> list[str]:
+    """The C++ compiler's command."""
+    return shlex.split(os.environ.get("CXX", "cl" if WINDOWS else "c++"))
+
+
 def check_compiler() -> str:
     """The C++ compiler's version line, after compiling a line of C++20 with it."""
-    compiler = shlex.split(os.environ.get("CXX", "cl" if WINDOWS else "c++"))
+    compiler = cxx()
     if shutil.which(compiler[0]) is None:
         fail(f"no C++ compiler: {compiler[0]!r} is not on PATH. Install one (g++ or clang), or set CXX to it.")
     if WINDOWS:
@@ -306,6 +315,11 @@ def operator_glue() -> list[str]:
     return [source for source in sources("ops/*/*.cpp") if not source.endswith("_cpu.cpp")]
 
 
+def kernel_sources() -> list[str]:
+    """The files of the CPU kernels, compiled once per instruction set."""
+    return sources("ops/**/*_cpu.cpp")
+
+
 def library(
     name: str, files: list[str], headers: Path, device_type: str, linked: list[str], cxx: list[str], gpu: list[str]
 ) -> Extension:
@@ -359,6 +373,37 @@ def get_extensions(choice: Configuration) -> list[Extension]:
     return [cpu_library(choice.flags)] + ([gpu_library(choice.flags, choice.gpu.kind)] if choice.gpu.kind else [])
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """A file to compile, one of several with flags of their own."""
+
+    source: Path
+    compiled: Path
+    flags: list[str]
+
+
+def ninja_file(directory: Path, compilations: list[Compilation]) -> str:
+    """What ninja builds `compilations` by, with its own notes in `directory`; for compilers like GCC and Clang."""
+
+    def escaped(text: str) -> str:
+        return text.replace("$", "$$")
+
+    def path(name: Path) -> str:
+        return escaped(str(name)).replace(" ", "$ ").replace(":", "$:")
+
+    lines = [
+        f"builddir = {escaped(str(directory))}",
+        "rule compile",
+        f"  command = {escaped(shlex.join(cxx()))} $flags -MMD -MF $out.d -c $in -o $out",
+        "  description = $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+    ]
+    for c in compilations:
+        lines += [f"build {path(c.compiled)}: compile {path(c.source)}", f"  flags = {escaped(shlex.join(c.flags))}"]
+    return "\n".join([*lines, ""])
+
+
 # ---- setuptools commands ---------------------------------------------------------------------------------------------
 
 
@@ -406,18 +451,40 @@ def build_ext_command(choice: Configuration) -> type:
             shared = self.build_temp
             ext.include_dirs.append(shared)
             if ext.name == "myvision._C":
-                ext.extra_objects = [o for name in INSTRUCTION_SETS for o in self.compile_kernels(ext, name)]
+                at_once = self.compiler.compiler_type == "unix" and find_ninja()
+                ext.extra_objects = self.compile_kernels_at_once(ext) if at_once else self.compile_kernels(ext)
             self.build_temp = os.path.join(shared, ext.name)  # the glue is compiled differently for each library
             super().build_extension(ext)
             self.build_temp = shared
 
-        def compile_kernels(self, ext: Extension, instruction_set: str) -> list[str]:
-            return self.compiler.compile(
-                sources("ops/**/*_cpu.cpp"),
-                output_dir=os.path.join(self.build_temp, instruction_set),
-                include_dirs=ext.include_dirs,
-                extra_postargs={"cxx": choice.flags.kernels(instruction_set)},
-            )
+        def compile_kernels(self, ext: Extension) -> list[str]:
+            return [
+                compiled
+                for name in INSTRUCTION_SETS
+                for compiled in self.compiler.compile(
+                    kernel_sources(),
+                    output_dir=os.path.join(self.build_temp, name),
+                    include_dirs=ext.include_dirs,
+                    extra_postargs={"cxx": choice.flags.kernels(name)},
+                )
+            ]
+
+        def compile_kernels_at_once(self, ext: Extension) -> list[str]:
+            """The same in one run of ninja, where torch takes one for each set of flags: no core waits between them."""
+            directory = Path(self.build_temp)
+            every = self.compiler.compiler_so[1:] + [f"-I{path}" for path in ext.include_dirs]
+            compilations = [
+                Compilation(
+                    ROOT / source, (directory / name / source).with_suffix(".o"), every + choice.flags.kernels(name)
+                )
+                for source in kernel_sources()
+                for name in INSTRUCTION_SETS
+            ]
+            instructions = directory / "kernels.ninja"
+            instructions.write_text(ninja_file(directory, compilations))
+            if subprocess.run(["ninja", "-f", instructions, "-j", os.environ["MAX_JOBS"]]).returncode != 0:
+                raise CompileError("the CPU kernels were not compiled")
+            return [str(c.compiled) for c in compilations]
 
     return KernelBuildExtension
 

@@ -32,7 +32,7 @@ def operators() -> list[str]:
 
 
 def benchmark(operator: str) -> ModuleType:
-    """The module bench_<op>, which has `cases(settings)` and `BARS`."""
+    """The module bench_<op>: `cases(settings)`, `BARS` and, for the README's picture, `HEADLINES` (peers by group)."""
     return importlib.import_module(f"{__package__}.{PREFIX}{operator}")
 
 
@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help="for each case; default: 2, or 0.02 with --quick")
     parser.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--out", type=Path, default=Path("benchmarks", "results"), help="default: %(default)s")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.svg",
+        help="measure and draw what the README's picture shows",
+    )
     parser.add_argument("--compare", type=_earlier_run, default=[], metavar="OLD.json", help="fail where one is slower")
     parser.add_argument("--tolerance", type=float, default=0.15, help="for --compare; default: %(default)s")
 
@@ -81,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
     bars = [bar for module in modules for bar in module.BARS]
     cases = [case for module in modules for case in module.cases(settings)]
     cases = [case for case in cases if args.filter.search(f"{case.group} {case.name}")]
+    chosen = {group: peers for module in modules for group, peers in getattr(module, "HEADLINES", {}).items()}
+    if args.picture:
+        cases = [case for case in cases if case.group in chosen]
     if not cases:
         print(f"no case matches {args.filter.pattern!r}")
         return 1
@@ -93,7 +102,12 @@ def run(args: argparse.Namespace) -> int:
     results = measure(cases, settings, limits)
     print(report.summary_table(results, bars))
     print(f"batches dropped because other processes were busy: {sum(row.dropped_batches for row in results)}")
-    _save(args.out, _environment(args.device, limits), results, bars)
+    environment = _environment(args.device, limits)
+    _save(args.out, environment, results, bars)
+    if args.picture:
+        headlines = report.headlines(results, chosen)
+        print(report.headline_table(headlines))
+        report.save_picture(args.picture, headlines, report.describe(environment))
     slower = report.regressions(args.compare, results, args.tolerance)
     print("\n".join(f"SLOWER {line}" for line in slower))
     return 1 if slower else 0
@@ -117,6 +131,7 @@ def _environment(device: torch.device, limits: Limits) -> dict[str, Any]:
         "date": datetime.now().isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "machine": platform.machine(),
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else torch.backends.cpu.get_cpu_capability(),
@@ -124,6 +139,15 @@ def _environment(device: torch.device, limits: Limits) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "limits": asdict(limits),
     }
+
+
+def _cpu_name() -> str:
+    """As Linux tells it; elsewhere what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _save(directory: Path, environment: dict[str, Any], results: Sequence[Result], bars: Sequence[Bar]) -> None:

@@ -40,6 +40,8 @@ MEMORY = "attention forward + backward, extra memory"
 FULL = "myvision full"
 FMA_PEAK = "FMA peak"
 
+HEADLINES = {FORWARD: (EAGER,), BACKWARD: (EAGER,)}
+
 BARS = (
     Bar(FORWARD, EAGER, 1 / 1.8),
     Bar(PEAK, FMA_PEAK, 1 / 0.75, summary=max),

@@ -20,6 +20,8 @@ TRAINING = "batch_norm + add + relu, training, forward + backward"
 INSTANCE = "instance_norm + relu, forward + backward"
 HALF = "bfloat16, "
 
+HEADLINES = {EVAL: (EAGER, COMPILED), TRAINING: (EAGER, COMPILED)}
+
 # Of each group: how many times the speed of eager and of compiled torch.
 SPEEDUPS = {
     EVAL: (2.0, 1.0),

@@ -27,6 +27,8 @@ CONV2D = "conv2d"
 TORCHVISION = "torchvision"
 OURS_FLOAT32 = "myvision float32"
 
+HEADLINES = {FORWARD: (TORCHVISION,), BACKWARD: (TORCHVISION,)}
+
 BARS = (
     Bar(FORWARD, CONV2D, 0.95),
     Bar(FORWARD, TORCHVISION, 1 / 10),

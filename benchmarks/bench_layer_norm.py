@@ -22,6 +22,8 @@ ADD_FORWARD = "add + layer_norm forward"
 ADD_BACKWARD = "add + layer_norm forward + backward"
 HALF = "bfloat16, "
 
+HEADLINES = {BACKWARD: (EAGER, COMPILED), ADD_BACKWARD: (EAGER, COMPILED)}
+
 # Of each group: how many times the speed of eager and of compiled torch.
 SPEEDUPS = {
     FORWARD: (1.0, 1.0),

@@ -17,6 +17,7 @@ from .harness import EAGER, OURS, Bar, Case, Function, Settings, TimeCase
 
 EVALUATION = "encoder layer, evaluation"
 TRAINING = "encoder layer, training forward + backward"
+HEADLINES = {TRAINING: (EAGER,)}
 BARS = tuple(Bar(group, EAGER, 1 / 1.2) for group in (EVALUATION, TRAINING))
 
 SHAPE = (16, 197, 768)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from .harness import OURS, Bar, Result
 
+PICTURE_COLOURS = ("#1f77b4", "#bbbbbb", "#888888", "#ffbb78")
 BAR_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c")
 
 
@@ -94,6 +95,69 @@ def regressions(old: Sequence[Result], new: Sequence[Result], tolerance: float) 
                 f"{row.group}, {row.name}: {before.ratio(peer):.3f} x {peer} before, {row.ratio(peer):.3f} x now"
             )
     return found
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A group in the README's picture: the speed of each peer, ours being 1, as the geometric mean over its cases."""
+
+    group: str
+    speeds: dict[str, float]
+
+
+def headlines(results: Sequence[Result], chosen: Mapping[str, Sequence[str]]) -> list[Headline]:
+    """Those of the chosen groups that were measured, beside the peers that are named for each and were there."""
+    found = []
+    for group in chosen:
+        rows = [row for row in results if row.group == group]
+        peers = [peer for peer in chosen[group] if rows and all(peer in row.figures for row in rows)]
+        speeds = {peer: statistics.geometric_mean([row.ratio(peer) for row in rows]) for peer in peers}
+        found += [Headline(group, speeds)] if speeds else []
+    return found
+
+
+def headline_table(found: Sequence[Headline]) -> str:
+    """In Markdown: how many times the speed of each peer ours has."""
+    lines = [
+        f"| {line.group} | {peer} | {1 / speed:.{1 if speed < 0.1 else 2}f} × |"
+        for line in found
+        for peer, speed in line.speeds.items()
+    ]
+    return "\n".join(["| what | beside | speed |", "| --- | --- | --- |", *lines])
+
+
+def describe(environment: Mapping[str, Any]) -> str:
+    """The machine of a run, in a line."""
+    return "{processor}, {threads} threads, {kernels}, torch {torch}".format_map(environment)
+
+
+def save_picture(path: Path, found: Sequence[Headline], machine: str) -> None:
+    """Bars of the peers' speeds beside ours, a block of them for each headline.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.hashsalt"] = "myvision"  # the same run gives the same file
+    bars = [(line.group, name, speed) for line in found for name, speed in {OURS: 1.0, **line.speeds}.items()]
+    names = list(dict.fromkeys(name for _, name, _ in bars))
+    places = [i + 0.7 * list(dict.fromkeys(group for group, _, _ in bars)).index(bars[i][0]) for i in range(len(bars))]
+    figure = Figure(figsize=(9, 0.9 + 0.27 * max(places)), layout="constrained")
+    axes = figure.subplots()
+    for name, colour in zip(names, PICTURE_COLOURS, strict=False):
+        mine = [(place, speed) for place, (_, of, speed) in zip(places, bars, strict=True) if of == name]
+        drawn = axes.barh([place for place, _ in mine], [speed for _, speed in mine], 0.9, color=colour, label=name)
+        axes.bar_label(drawn, [f"{speed:.2f}" for _, speed in mine], padding=3, fontsize=8)
+    middles = {line.group: [p for p, bar in zip(places, bars, strict=True) if bar[0] == line.group] for line in found}
+    axes.set_yticks([statistics.mean(of_group) for of_group in middles.values()], list(middles), fontsize=9)
+    axes.set_ylim(max(places) + 0.8, -0.8)
+    axes.set_xlabel("speed, myvision's being 1: longer is faster", fontsize=9)
+    axes.set_title(machine, fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def save_plot(path: Path, results: Sequence[Result], title: str) -> None:

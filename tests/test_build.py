@@ -110,6 +110,27 @@ def test_a_failed_compilation_is_one_line_after_the_compilers_own(tmp_path: Path
     assert "Traceback" not in result.stderr
 
 
+def test_one_run_of_ninja_gives_each_file_its_own_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX")
+    directory = tmp_path / "with a space, a colon: and $"
+    directory.mkdir()
+    source = directory / "source.cpp"
+    source.write_text("static_assert(sizeof(TEXT) == LENGTH + 1);")
+    texts = {"short": '-DTEXT="a $b"', "longer": '-DTEXT="a longer \\"one\\""'}
+    compilations = [
+        setup_script.Compilation(source, directory / name / "o.o", [text, f"-DLENGTH={length}"])
+        for (name, text), length in zip(texts.items(), (4, 14), strict=True)
+    ]
+    instructions = tmp_path / "kernels.ninja"
+    instructions.write_text(setup_script.ninja_file(directory, compilations))
+    assert setup_script.find_ninja()
+    command = ["ninja", "-f", instructions]
+    first, second = (subprocess.run(command, capture_output=True, text=True, cwd=tmp_path) for _ in range(2))
+    assert first.returncode == 0, first.stdout
+    assert all(c.compiled.is_file() for c in compilations)
+    assert "no work to do" in second.stdout
+
+
 # ---- CUDA and HIP: built, left out with the reason, or refused -------------------------------------------------------
 
 
@@ -233,9 +254,11 @@ def test_hipify_translates_kernels_and_headers(tmp_path: Path, monkeypatch: pyte
 
 def test_debug_and_nvcc_flags_reach_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "-O3" in setup_script.GCC.all()
+    assert "-O2" in setup_script.GCC.kernels("DEFAULT") or setup_script.INSTRUCTION_SETS == ["DEFAULT"]
     monkeypatch.setenv("DEBUG", "1")
     monkeypatch.setenv("NVCC_FLAGS", "-lineinfo --ptxas-options='-v -w'")
     assert "-O0" in setup_script.GCC.all()
+    assert "-O2" not in setup_script.GCC.kernels("DEFAULT")
     assert setup_script.gpu_compiler_flags()[-2:] == ["-lineinfo", "--ptxas-options=-v -w"]
 
 

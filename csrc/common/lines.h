@@ -36,6 +36,8 @@ class LineView {
         in_place_(kPlain || (step_ == 1 && (dtype == Dtype::Float64 || dtype == Dtype::Float32))) {}
 
   bool is_given() const { return tensor_.data != nullptr; }
+  // Whether lines are used where they lie.
+  bool is_in_place() const { return in_place_; }
   // Whether lines lie side by side as numbers should.
   bool is_crossed() const { return line_ == 1 && step_ != 1; }
 

@@ -21,29 +21,6 @@ constexpr int64_t kSumBytes = 256 << 10;     // as many as fit
 constexpr int64_t kGroup = 4;                // rows that are added to those sums together,
 constexpr int64_t kGroupBytes = 16 << 10;    // if they take no more of L1
 
-// LineView for rows that all are used where they lie, in their own type.
-template <typename S>
-class PlainView {
- public:
-  PlainView(const Strided4& tensor, Dtype, int across, int) : tensor_(tensor), line_(tensor.stride[across]) {}
-
-  bool is_given() const { return tensor_.data != nullptr; }
-  bool is_crossed() const { return false; }
-  int64_t offset(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const {
-    const int64_t* stride = tensor_.stride;
-    return i0 * stride[0] + i1 * stride[1] + i2 * stride[2] + i3 * stride[3];
-  }
-  Lines<const S> read(int64_t offset, int64_t, int64_t, S*) const {
-    return {static_cast<const S*>(tensor_.data) + offset, line_};
-  }
-  Lines<S> write(int64_t offset, int64_t, S*) const { return {static_cast<S*>(tensor_.data) + offset, line_}; }
-  void finish(int64_t, int64_t, int64_t, const S*) const {}
-
- private:
-  Strided4 tensor_;
-  int64_t line_;
-};
-
 // The innermost dimension of rows that is longer than 1: neighbouring rows are neighbours along it.
 int dimension_across(const LayerNormParams& p) { return p.width > 1 ? 3 : p.height > 1 ? 2 : 0; }
 
@@ -55,18 +32,21 @@ struct Block {
 
 // The tensors of a call, and how their rows are worked on: in blocks of neighbours, and there one by one, as memory
 // answers rows that are read side by side more slowly.
-template <typename S, typename View>
+template <typename S>
 class Rows {
  public:
   using T = Compute<S>;
-  static constexpr bool kInPlace = std::is_same_v<View, PlainView<S>>;
+  using View = LineView<S>;
 
   explicit Rows(const LayerNormParams& params) : p(params) {}
 
  protected:
   View view(const Strided4& tensor) {
     const View view(tensor, p.dtype, across_, 1);
-    if (view.is_given()) crossed_ |= view.is_crossed();
+    if (view.is_given()) {
+      in_place_ &= view.is_in_place();
+      crossed_ |= view.is_crossed();
+    }
     return view;
   }
 
@@ -84,7 +64,7 @@ class Rows {
             static_cast<T>(p.activation.negative_slope)};
   }
 
-  int64_t buffer_size() const { return kInPlace ? 0 : block_rows() * n; }
+  int64_t buffer_size() const { return in_place_ ? 0 : block_rows() * n; }
 
   // body(block) for all rows [first, last).
   template <typename Body>
@@ -113,25 +93,23 @@ class Rows {
 
  private:
   int64_t block_rows() const {
-    if (kInPlace) return kMaxRows;
+    if (in_place_) return kMaxRows;
     return crossed_ ? std::clamp(kBufferBytes / (n * int64_t(sizeof(S))), int64_t(Vec<T>::size()), kMaxRows) : 1;
   }
 
   const int across_ = dimension_across(p);
-  bool crossed_ = false;
+  bool in_place_ = true, crossed_ = false;
 };
 
-template <typename S, typename View>
-class Forward : Rows<S, View> {
-  using Base = Rows<S, View>;
+template <typename S>
+class Forward : Rows<S> {
+  using Base = Rows<S>;
   using Base::p, Base::n, Base::rows, Base::view;
-  using typename Base::T;
+  using typename Base::T, typename Base::View;
 
  public:
   explicit Forward(const LayerNormParams& params) : Base(params) {
-    with_activation(p.activation.kind, [&](auto kind) {
-      finish_row_ = residual_.is_given() ? &finish_row<kind.value, true, S> : &finish_row<kind.value, false, S>;
-    });
+    with_activation(p.activation.kind, [&](auto kind) { finish_row_ = &finish_row<kind.value, S>; });
   }
 
   void run() const {
@@ -189,18 +167,16 @@ class Forward : Rows<S, View> {
   void (*finish_row_)(RowConstants<T>, Statistics<T>, const S*, const S*, S*);
 };
 
-template <typename S, typename View>
-class Backward : Rows<S, View> {
-  using Base = Rows<S, View>;
+template <typename S>
+class Backward : Rows<S> {
+  using Base = Rows<S>;
   using Base::p, Base::n, Base::rows, Base::view;
-  using typename Base::T;
+  using typename Base::T, typename Base::View;
 
  public:
   Backward(const LayerNormParams& params, const LayerNormGradients& gradients) : Base(params), grad_(gradients) {
     with_activation(p.activation.kind, [&](auto kind) {
-      if constexpr (kind.value != ActivationKind::None)
-        undo_activation_ =
-            residual_.is_given() ? &undo_activation<kind.value, true, S> : &undo_activation<kind.value, false, S>;
+      if constexpr (kind.value != ActivationKind::None) undo_activation_ = &undo_activation<kind.value, S>;
     });
   }
 
@@ -327,13 +303,12 @@ bool lie_along(const Tensors&... tensors) {
   return ((tensors.data == nullptr || tensors.stride[1] == 1) && ...);
 }
 
-// Runs Kernel<S, View> on rows where they lie, or on buffers.
-template <template <typename, typename> class Kernel, typename... Arguments>
+// Runs Kernel<S> on rows of their own type where they lie, or on buffers of the type computed in.
+template <template <typename> class Kernel, typename... Arguments>
 void run(bool in_place, const LayerNormParams& params, const Arguments&... arguments) {
   with_type(params.dtype, [&]<typename In>(In*) {
-    using T = Compute<In>;
-    if (in_place) return Kernel<In, PlainView<In>>(params, arguments...).run();
-    Kernel<T, LineView<T>>(params, arguments...).run();
+    if (in_place) return Kernel<In>(params, arguments...).run();
+    Kernel<Compute<In>>(params, arguments...).run();
   });
 }
 

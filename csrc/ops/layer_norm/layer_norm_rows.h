@@ -124,29 +124,29 @@ void add_row(Dtype dtype, const S* input, const S* addend, int64_t first, int64_
   }
 }
 
-// output = activation(normalized(x) * weight + bias + residual)
-template <ActivationKind KIND, bool RESIDUAL, typename S, typename T = Compute<S>>
+// output = activation(normalized(x) * weight + bias + residual); residual may be null.
+template <ActivationKind KIND, typename S, typename T = Compute<S>>
 [[gnu::flatten]] void finish_row(const RowConstants<T> row, const Statistics<T> statistics, const S* x,
                                  const S* residual, S* output) {
   const Normalizer<T> normalize(statistics);
   for_each_vector<T, KIND == ActivationKind::None ? kStreams : 1>(row.n, [&](int, int64_t i, int64_t count) {
     Vec<T> z =
         at::vec::fmadd(normalize(load<T>(x + i, count)), load<T>(row.weight + i, count), load<T>(row.bias + i, count));
-    if constexpr (RESIDUAL) z = z + load<T>(residual + i, count);
+    if (residual) z = z + load<T>(residual + i, count);
     store(activate<KIND>(z, row.negative_slope), output + i, count);
   });
 }
 
 // ------------------------------------------------------------------------------------------------ backward
 // g, the gradient before the activation, which is given the same as in finish_row.
-template <ActivationKind KIND, bool RESIDUAL, typename S, typename T = Compute<S>>
+template <ActivationKind KIND, typename S, typename T = Compute<S>>
 [[gnu::flatten]] void undo_activation(const RowConstants<T> row, const Statistics<T> statistics, const S* x,
                                       const S* residual, const S* grad_output, T* g) {
   const Normalizer<T> normalize(statistics);
   for_each_vector<T, 1>(row.n, [&](int, int64_t i, int64_t count) {
     Vec<T> z =
         at::vec::fmadd(normalize(load<T>(x + i, count)), load<T>(row.weight + i, count), load<T>(row.bias + i, count));
-    if constexpr (RESIDUAL) z = z + load<T>(residual + i, count);
+    if (residual) z = z + load<T>(residual + i, count);
     store(activate_backward<KIND>(load<T>(grad_output + i, count), z, row.negative_slope), g + i, count);
   });
 }
@@ -177,46 +177,41 @@ template <typename G, typename S, typename T = Compute<S>>
   return {centered ? static_cast<T>(sum / n) : T(0), static_cast<T>(sum_normalized / n)};
 }
 
-// The gradient of x: rstd * (g * weight - mean - normalized * mean of normalized) + grad_sum. Behind dropout, `dropped`
-// gets it times the factors, and grad_input may be null.
-template <bool SUM, bool DROPS, typename G, typename S, typename T = Compute<S>>
-[[gnu::flatten]] inline void gradient_of_input(const RowConstants<T> row, const Statistics<T> statistics,
-                                               const GradientMeans<T> means, const S* x, const G* g, const S* grad_sum,
-                                               S* grad_input, const T* factors, S* dropped) {
+// The gradient of x: rstd * (g * weight - mean - normalized * mean of normalized). Of the step between blocks there is
+// more to it: grad_sum is added, where it is not null, and `dropped` gets the result times the factors of dropout,
+// where these are not null; then grad_input may be null.
+template <bool BETWEEN_BLOCKS, typename G, typename S, typename T = Compute<S>>
+[[gnu::flatten]] void gradient_of_input(const RowConstants<T> row, const Statistics<T> statistics,
+                                        const GradientMeans<T> means, const S* x, const G* g, const S* grad_sum,
+                                        S* grad_input, const T* factors, S* dropped) {
   const Normalizer<T> normalize(statistics);
   const Vec<T> mean(means.g), slope(-means.g_normalized);
-  for_each_vector<T, kStreams>(row.n, [&](int, int64_t i, int64_t count) {
+  for_each_vector<T, BETWEEN_BLOCKS ? 1 : kStreams>(row.n, [&](int, int64_t i, int64_t count) {
     const Vec<T> gradient = load<T>(g + i, count) * load<T>(row.weight + i, count);
     // In this order the product is rounded as it was when its mean was taken: a row of one number gets exactly 0.
     Vec<T> result = normalize.rstd() * (at::vec::fmadd(normalize(load<T>(x + i, count)), slope, gradient) - mean);
-    if constexpr (SUM) result = result + load<T>(grad_sum + i, count);
-    if (!DROPS || grad_input) store(result, grad_input + i, count);
-    if constexpr (DROPS) store(result * load<T>(factors + i, count), dropped + i, count);
+    if (BETWEEN_BLOCKS && grad_sum) result = result + load<T>(grad_sum + i, count);
+    if (!BETWEEN_BLOCKS || grad_input) store(result, grad_input + i, count);
+    if (BETWEEN_BLOCKS && factors) store(result * load<T>(factors + i, count), dropped + i, count);
   });
 }
 
 // The same for a row whose first element has this number; null: not there, or not wanted.
-template <bool SUM, typename G, typename S, typename T = Compute<S>>
-void gradients_of_input(const RowConstants<T>& row, const Statistics<T>& statistics, const GradientMeans<T>& means,
-                        const S* x, const G* g, const S* grad_sum, S* grad_input, S* dropped, int64_t first,
-                        Dropout<T>& dropout) {
-  if (!dropped)
-    return gradient_of_input<SUM, false>(row, statistics, means, x, g, grad_sum, grad_input,
-                                         static_cast<const T*>(nullptr), dropped);
-  for (int64_t i = 0; i < row.n; i += kDropoutChunk) {
-    const int64_t count = std::min(kDropoutChunk, row.n - i);
-    gradient_of_input<SUM, true>({count, row.weight + i, row.bias + i, row.negative_slope}, statistics, means, x + i,
-                                 g + i, SUM ? grad_sum + i : nullptr, grad_input ? grad_input + i : nullptr,
-                                 dropout.factors(first + i, count), dropped + i);
-  }
-}
-
 template <typename G, typename S, typename T = Compute<S>>
 void gradients_of_input(const RowConstants<T>& row, const Statistics<T>& statistics, const GradientMeans<T>& means,
                         const S* x, const G* g, const S* grad_sum, S* grad_input, S* dropped, int64_t first,
                         Dropout<T>& dropout) {
-  const auto call = grad_sum ? &gradients_of_input<true, G, S> : &gradients_of_input<false, G, S>;
-  call(row, statistics, means, x, g, grad_sum, grad_input, dropped, first, dropout);
+  const T* const no_factors = nullptr;
+  if (!dropped) {
+    const auto call = grad_sum ? &gradient_of_input<true, G, S> : &gradient_of_input<false, G, S>;
+    return call(row, statistics, means, x, g, grad_sum, grad_input, no_factors, dropped);
+  }
+  for (int64_t i = 0; i < row.n; i += kDropoutChunk) {
+    const int64_t count = std::min(kDropoutChunk, row.n - i);
+    gradient_of_input<true>({count, row.weight + i, row.bias + i, row.negative_slope}, statistics, means, x + i, g + i,
+                            grad_sum ? grad_sum + i : nullptr, grad_input ? grad_input + i : nullptr,
+                            dropout.factors(first + i, count), dropped + i);
+  }
 }
 
 // Of the gradients of weight and bias, over some rows; null where not wanted.

@@ -87,7 +87,7 @@ class Kernel {
     return {0, 0, slice, channel, channels, 0, partition.slice_pixels()};
   }
 
-  // ---- statistics
+  // ---- statistics: small work that is called from several places, and inlined there would be compiled for each
   int64_t groups() const { return p.channels / partition.group_channels(); }  // of a slice
   T* statistics() const { return static_cast<T*>(p.statistics); }
   Statistics<T> statistics_of_group(int64_t group) const {
@@ -122,7 +122,7 @@ class Kernel {
   int64_t index(const Tile& tile) const { return tile.slice * p.channels + tile.channel; }
 
   // Normalised = (input - mean) * scale + shift
-  void set_scale(int64_t first_channel, int64_t index, const Statistics<T>& s) const {
+  [[gnu::noinline]] void set_scale(int64_t first_channel, int64_t index, const Statistics<T>& s) const {
     for (int64_t i = 0; i < partition.group_channels(); ++i) {
       const double scale = weight(first_channel + i) * s.rstd;
       *array(kMean, index + i) = s.mean;
@@ -213,7 +213,7 @@ class Forward : Kernel<S> {
     columns.merge_into(of_channel);
   }
 
-  void merge_moments(int64_t unit) {
+  [[gnu::noinline]] void merge_moments(int64_t unit) {
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
       Moments all;
       for (int64_t part = 0; part < partition.parts(); ++part)
@@ -429,7 +429,7 @@ class Backward : Kernel<S> {
     };
     if (pass.reads_gradient) {
       const Lines<const S> given = Base::read(grad_residual_, block, buffers.grad_residual);
-      use([&](int64_t line) { return GradientLine<S>{given[line]}; });
+      use(GivenGradients<S>{given});
     } else {
       const Lines<const S> after = Base::read(grad_output_, block, buffers.grad_output);
       with_gradient<ALONG>(Base::norm_lines(block, x, buffers.residual), p.activation, after, buffers.z, use);
@@ -457,7 +457,7 @@ class Backward : Kernel<S> {
   }
 
   // Over the parts, and from gradient * (x - mean) to gradient * normalised.
-  void merge_sums(int64_t unit) {
+  [[gnu::noinline]] void merge_sums(int64_t unit) {
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
       const Statistics<T> s = Base::statistics_of_group(group);
       for (int64_t i = 0; i < partition.group_channels(); ++i) {

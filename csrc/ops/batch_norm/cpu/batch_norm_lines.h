@@ -3,6 +3,8 @@
 //
 // Each loop reads all the tensors that it needs side by side: memory answers several streams at once much faster than
 // one after the other. The activations that cost next to nothing are part of these loops, the others work on a buffer.
+// Whether there is a residual is asked in the loops, which memory keeps waiting anyway: each way of its own would be
+// compiled for every type, instruction set and direction.
 #pragma once
 #include "common/activation_vec.h"
 #include "common/lines.h"
@@ -49,19 +51,19 @@ class AffineLine {
 };
 
 // What goes into the activation.
-template <bool ALONG, bool RESIDUAL, typename S, typename T = Compute<S>>
+template <bool ALONG, typename S, typename T = Compute<S>>
 class PreactivationLine {
  public:
   PreactivationLine(Lines<const S> x, Lines<const S> residual, const Affine<T>& channels, int64_t line)
       : normalised_(x[line], channels, line), residual_(residual[line]) {}
   Vec<T> at(int64_t i, int64_t count) const {
     const Vec<T> normalised = normalised_.at(i, count);
-    return RESIDUAL ? normalised + load<T>(residual_ + i, count) : normalised;
+    return residual_ ? normalised + load<T>(residual_ + i, count) : normalised;
   }
 
  private:
   AffineLine<ALONG, S> normalised_;
-  const S* residual_;
+  const S* residual_;  // or null
 };
 
 // out[i] = f(i, count) for every vector; two at a time, and both before either is stored.
@@ -84,19 +86,29 @@ struct NormLines {
   int64_t lines, n;
 };
 
+constexpr bool is_in_loops(ActivationKind kind) { return kind == ActivationKind::None || kind == ActivationKind::Relu; }
+
 template <bool ALONG, bool RELU, typename S, typename Out>
 [[gnu::flatten]] inline void write_preactivation(const NormLines<S>& from, Lines<Out> out) {
   using T = Compute<S>;
-  const auto write = [&]<bool RESIDUAL>() {
-    for (int64_t line = 0; line < from.lines; ++line) {
-      const PreactivationLine<ALONG, RESIDUAL, S> z(from.x, from.residual, from.channels, line);
-      write_line<T>(out[line], from.n, [&](int64_t i, int64_t count) {
-        constexpr ActivationKind kKind = RELU ? ActivationKind::Relu : ActivationKind::None;
-        return activate<kKind>(z.at(i, count), T(0));
-      });
+  constexpr ActivationKind kKind = RELU ? ActivationKind::Relu : ActivationKind::None;
+  for (int64_t line = 0; line < from.lines; ++line) {
+    const PreactivationLine<ALONG, S> z(from.x, from.residual, from.channels, line);
+    write_line<T>(out[line], from.n, [&](int64_t i, int64_t count) { return activate<kKind>(z.at(i, count), T(0)); });
+  }
+}
+
+// output = activation(z), for all activations but those that are part of other loops.
+template <typename T, typename S>
+void write_activated(const Activation& activation, Lines<const T> z, int64_t lines, int64_t n, Lines<S> output) {
+  with_activation(activation.kind, [&](auto kind) {
+    if constexpr (!is_in_loops(kind())) {
+      for (int64_t line = 0; line < lines; ++line)
+        write_line<T>(output[line], n, [&](int64_t i, int64_t count) {
+          return activate<kind()>(load<T>(z[line] + i, count), static_cast<T>(activation.negative_slope));
+        });
     }
-  };
-  from.residual.data ? write.template operator()<true>() : write.template operator()<false>();
+  });
 }
 
 // `buffer` holds lines * n numbers.
@@ -106,54 +118,59 @@ inline void write_output(const NormLines<S>& from, const Activation& activation,
   if (activation.kind == ActivationKind::Relu) return write_preactivation<ALONG, true>(from, output);
   const Lines<T> z{buffer, from.n};
   write_preactivation<ALONG, false>(from, z);
-  with_activation(activation.kind, [&](auto kind) {
-    for (int64_t line = 0; line < from.lines; ++line)
-      write_line<T>(output[line], from.n, [&](int64_t i, int64_t count) {
-        return activate<kind()>(load<T>(z[line] + i, count), static_cast<T>(activation.negative_slope));
-      });
-  });
+  write_activated(activation, as_const(z), from.lines, from.n, output);
 }
 
 // ------------------------------------------------------------------------------------------------ backward
-// Gradients before the activation: of a line where it is at hand, or from the one after relu.
+// Gradients before the activation, line by line: where they are at hand, or from those after relu.
 template <typename S>
-struct GradientLine {
-  const S* gradient;
-  Vec<Compute<S>> at(int64_t i, int64_t count) const { return load<Compute<S>>(gradient + i, count); }
+struct GivenGradients {
+  struct Line {
+    const S* gradient;
+    Vec<Compute<S>> at(int64_t i, int64_t count) const { return load<Compute<S>>(gradient + i, count); }
+  };
+  Lines<const S> gradient;
+  Line operator()(int64_t line) const { return {gradient[line]}; }
 };
 
-template <bool ALONG, bool RESIDUAL, typename S, typename T = Compute<S>>
-struct ReluGradientLine {
-  const S* after;
-  PreactivationLine<ALONG, RESIDUAL, S> z;
-  Vec<T> at(int64_t i, int64_t count) const {
-    return activate_backward<ActivationKind::Relu>(load<T>(after + i, count), z.at(i, count), T(0));
-  }
+template <bool ALONG, typename S, typename T = Compute<S>>
+struct ReluGradients {
+  struct Line {
+    const S* after;
+    PreactivationLine<ALONG, S> z;
+    Vec<T> at(int64_t i, int64_t count) const {
+      return activate_backward<ActivationKind::Relu>(load<T>(after + i, count), z.at(i, count), T(0));
+    }
+  };
+  const NormLines<S>& from;
+  Lines<const S> after;
+  Line operator()(int64_t line) const { return {after[line], {from.x, from.residual, from.channels, line}}; }
 };
 
-// Calls body(gradient), where gradient(line) is one of the above. `buffer` holds lines * n numbers.
+// Turns z into the gradient before the activation, as write_activated has it.
+template <typename T, typename S>
+void undo_activation(const Activation& activation, Lines<const S> after, int64_t lines, int64_t n, Lines<T> z) {
+  with_activation(activation.kind, [&](auto kind) {
+    if constexpr (!is_in_loops(kind())) {
+      for (int64_t line = 0; line < lines; ++line)
+        write_line<T>(z[line], n, [&](int64_t i, int64_t count) {
+          return activate_backward<kind()>(load<T>(after[line] + i, count), load<T>(z[line] + i, count),
+                                           static_cast<T>(activation.negative_slope));
+        });
+    }
+  });
+}
+
+// Calls body(gradients), which are one of the above. `buffer` holds lines * n numbers.
 template <bool ALONG, typename S, typename Body, typename T = Compute<S>>
 inline void with_gradient(const NormLines<S>& from, const Activation& activation, Lines<const S> after, T* buffer,
                           const Body& body) {
-  if (activation.kind == ActivationKind::None) return body([&](int64_t line) { return GradientLine<S>{after[line]}; });
-  if (activation.kind == ActivationKind::Relu) {
-    const auto call = [&]<bool RESIDUAL>() {
-      body([&](int64_t line) {
-        return ReluGradientLine<ALONG, RESIDUAL, S>{after[line], {from.x, from.residual, from.channels, line}};
-      });
-    };
-    return from.residual.data ? call.template operator()<true>() : call.template operator()<false>();
-  }
+  if (activation.kind == ActivationKind::None) return body(GivenGradients<S>{after});
+  if (activation.kind == ActivationKind::Relu) return body(ReluGradients<ALONG, S>{from, after});
   const Lines<T> z{buffer, from.n};
   write_preactivation<ALONG, false>(from, z);
-  with_activation(activation.kind, [&](auto kind) {
-    for (int64_t line = 0; line < from.lines; ++line)
-      write_line<T>(z[line], from.n, [&](int64_t i, int64_t count) {
-        return activate_backward<kind()>(load<T>(after[line] + i, count), load<T>(z[line] + i, count),
-                                         static_cast<T>(activation.negative_slope));
-      });
-  });
-  body([&](int64_t line) { return GradientLine<T>{z[line]}; });
+  undo_activation(activation, after, from.lines, from.n, z);
+  body(GivenGradients<T>{as_const(z)});
 }
 
 // Of a channel: of the gradient before the activation, and of gradient * (x - mean).
@@ -228,18 +245,16 @@ template <bool ALONG, typename Gradients, typename S, typename T = Compute<S>>
 [[gnu::flatten]] inline void write_input_gradient(const Gradients& gradients, Lines<const S> x,
                                                   const Affine<T>& channels, const T* factor, Lines<S> out,
                                                   int64_t lines, int64_t n) {
-  const auto write = [&]<bool X>() {
-    for (int64_t line = 0; line < lines; ++line) {
-      const auto gradient = gradients(line);
-      const AffineLine<ALONG, S> normalised(X ? x[line] : nullptr, channels, line);
-      const OfChannels<ALONG, T> factors(factor, line);
-      write_line<T>(out[line], n, [&](int64_t i, int64_t count) {
-        const Vec<T> g = gradient.at(i, count), f = factors.at(i, count);
-        return X ? at::vec::fmadd(g, f, normalised.at(i, count)) : g * f;
-      });
-    }
-  };
-  x.data ? write.template operator()<true>() : write.template operator()<false>();
+  const bool has_x = x.data != nullptr;
+  for (int64_t line = 0; line < lines; ++line) {
+    const auto gradient = gradients(line);
+    const AffineLine<ALONG, S> normalised(x[line], channels, line);
+    const OfChannels<ALONG, T> factors(factor, line);
+    write_line<T>(out[line], n, [&](int64_t i, int64_t count) {
+      const Vec<T> g = gradient.at(i, count), f = factors.at(i, count);
+      return has_x ? at::vec::fmadd(g, f, normalised.at(i, count)) : g * f;
+    });
+  }
 }
 
 }  // namespace myvision::CPU_CAPABILITY::batch_norm
