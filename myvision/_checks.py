@@ -14,6 +14,12 @@ def check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a tensor, but got {type(value).__name__}")
 
 
+def check_tensors(**values: object) -> None:
+    """For where an operator has failed: raises a TypeError where an argument is the cause, by its name."""
+    for name, value in values.items():
+        check_tensor(name, value)
+
+
 def check_number(name: str, value: object) -> None:
     if not isinstance(value, (Real, torch.SymInt, torch.SymFloat, Tensor)):
         raise TypeError(f"{name} must be a number, but got {type(value).__name__}")

@@ -9,12 +9,14 @@ packages of the extra ``myvision[onnx]``.
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from myvision.onnx._elementwise import promoted
 from myvision.onnx._norms import UnsupportedError, norm_translations
 from myvision.onnx.attention import attention_translations
 
@@ -68,7 +70,14 @@ def translation_table(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Tr
         operators.deform_conv2d.default: _deform_conv2d_translation(opset),
         **norm_translations(opset),
         **attention_translations(opset),
+        **_translations_of_modules(),
     }
+
+
+def _translations_of_modules() -> dict[Callable[..., Any], Translation]:
+    """Those of operators that have a file of their own here, with a table named TRANSLATIONS."""
+    modules = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return {operator: write for module in modules for operator, write in getattr(module, "TRANSLATIONS", {}).items()}
 
 
 def add_function_bodies(program: torch.onnx.ONNXProgram) -> torch.onnx.ONNXProgram:
@@ -173,20 +182,9 @@ def _my_add_translation(opset: int) -> Translation:
     node = Op(Opset(_DOMAIN, 1), "my_add", schema)
 
     def my_add(x: Value, y: Value) -> Value:
-        dtype = _result_type(x, y)
-        return node(*(value if value.dtype == dtype else op.Cast(value, to=dtype) for value in (x, y)))
+        return node(*promoted(op, x, y))
 
     return my_add
-
-
-def _result_type(*values: Value) -> Any:
-    """Return the ONNX type that torch promotes the values to; it minds tensors without dimensions."""
-    from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
-
-    examples = (
-        torch.empty((1,) * len(value.shape), dtype=to_torch_dtype(value.dtype), device="meta") for value in values
-    )
-    return from_torch_dtype(torch.result_type(*examples))
 
 
 def _deform_conv2d_translation(opset: int) -> Translation:
