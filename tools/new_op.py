@@ -9,6 +9,7 @@ types, memory layouts, broadcasting, derivatives, vmap and export are dealt with
 from __future__ import annotations
 
 import argparse
+import functools
 import keyword
 import re
 import shutil
@@ -184,6 +185,7 @@ def cpp_substitutions(operator: Operator) -> dict[str, str]:
         "from_params": ", ".join(f"params.{argument.name}" for argument in constants),
         "captures": ", ".join(f"{argument.name} = params.{argument.name}" for argument in constants),
         "operands": ", ".join(f'{{"{argument.name}", {argument.name}}}' for argument in tensors),
+        "vectors": ", ".join(f"const T& {argument.name}" for argument in tensors),
         "values": ", ".join(f"T {argument.name}" for argument in tensors),
         "product": " * ".join(
             [*(argument.name for argument in tensors), *(f"T({argument.name})" for argument in constants)]
@@ -199,7 +201,8 @@ def python_substitutions(operator: Operator) -> dict[str, str]:
         else MEANINGS[argument.type]
         for argument in arguments
     }
-    factors = [argument.name for argument in arguments[1:]]
+    factors = [*tensors[1:], *(f"constant(op, {argument.name}, like={tensors[0]})" for argument in operator.constants)]
+    used = (["constant"] if operator.constants else []) + (["promoted"] if len(tensors) > 1 else [])
     promote = [f"{', '.join(tensors)} = promoted(op, {', '.join(tensors)})"] if len(tensors) > 1 else []
     types = {argument.name: "Any" if argument.type == "Tensor" else argument.type for argument in arguments}
     return {
@@ -208,10 +211,11 @@ def python_substitutions(operator: Operator) -> dict[str, str]:
         "documented": lines(8, [f"{name}: {text}." for name, text in described.items()]).rstrip(),
         "tensors_by_name": ", ".join(f"{name}={name}" for name in tensors),
         "onnx_parameters": ", ".join(f"{name}: {kind}" for name, kind in types.items()),
-        "onnx_import": "\nfrom myvision.onnx._elementwise import promoted\n" if promote else "",
-        "onnx_lines": lines(4, promote + [f"{tensors[0]} = op.Mul({tensors[0]}, {factor})" for factor in factors])
+        "onnx_import": f"\nfrom myvision.onnx._elementwise import {', '.join(used)}\n" if used else "",
+        "onnx_lines": lines(4, promote),
+        "onnx_product": functools.reduce("op.Mul({}, {})".format, factors, tensors[0])
         if factors
-        else lines(4, [f"{tensors[0]} = op.Identity({tensors[0]})"]),
+        else f"op.Identity({tensors[0]})",
     }
 
 

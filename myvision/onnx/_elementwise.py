@@ -18,6 +18,14 @@ def promoted(op: Any, *values: Any) -> list[Any]:
     return [value if value.dtype == dtype else op.Cast(value, to=dtype) for value in values]
 
 
+def constant(op: Any, number: float, like: Any) -> Any:
+    """A number in the type of a value, rounded once."""
+    import onnx_ir
+
+    exact = onnx_ir.DataType.DOUBLE if isinstance(number, float) else onnx_ir.DataType.INT64
+    return op.CastLike(op.Constant(value=onnx_ir.tensor(number, dtype=exact)), like)
+
+
 def _result_type(values: tuple[Any, ...]) -> Any:
     """Return the ONNX type that torch promotes the values to; it minds tensors without dimensions."""
     from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
