@@ -1,4 +1,4 @@
-"""What torch must be told of an element-wise operator: its fake, derivatives and vmap rule, from its schema and formula.
+"""What torch must be told of an element-wise operator: its fake, derivatives and vmap rule.
 
 csrc/common/elementwise.h and broadcast.h are the same for the kernels, with the same messages.
 """
@@ -69,7 +69,7 @@ class Elementwise:
     def _fake(self, *args: Any) -> Tensor:
         tensors = [args[i] for i in self.positions]
         for name, tensor in zip(self.names, tensors, strict=True):
-            torch._check(tensor is not None, lambda name=name: f"{self.name}: {name} must be a tensor, but is None")
+            self._check(tensor is not None, functools.partial("{} must be a tensor, but is None".format, name))
         self._check(
             all(tensor.device == tensors[0].device for tensor in tensors),
             lambda: f"tensors must be on one device, but got {self._list('on', [t.device for t in tensors])}",
@@ -160,7 +160,7 @@ def _broadcastable(tensors: Sequence[Tensor]) -> bool:
 
 
 def empty_broadcast(tensors: Sequence[Tensor], leader: int = 0) -> Tensor:
-    """An uninitialised tensor of the type of the tensors, shaped and laid out as an element-wise operator of torch does.
+    """An uninitialised tensor of the type of the tensors, shaped and laid out as torch's own operators do it.
 
     Args:
         tensors: of one type, of shapes that broadcast together.

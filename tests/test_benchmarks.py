@@ -74,14 +74,8 @@ def test_bad_options_are_usage_errors(option: list[str], reason: str, capsys: py
 
 
 def test_each_operator_has_a_benchmark() -> None:
-    assert operators() == [
-        "attention",
-        "batch_norm",
-        "deform_conv2d",
-        "layer_norm",
-        "my_add",
-        "transformer",
-    ]  # those of the other norms are there
+    # Those of the other norms are in the file of the one whose kernels they share.
+    assert set(operators()) >= {"attention", "batch_norm", "deform_conv2d", "layer_norm", "my_add", "transformer"}
 
 
 def test_functions_take_turns() -> None:

@@ -46,6 +46,20 @@ def test_room_exists(op: str, room: str):
 
 
 @pytest.mark.parametrize("op", OPERATORS)
+def test_operator_has_an_onnx_translation(op: str):
+    """One that may refuse: with a sentence, where ONNX has no such thing."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    assert getattr(torch.ops.myvision, op).default in myvision.onnx.translation_table()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_function_is_listed_for_users(function: str):
+    assert f"`ops.{function}`" in (REPOSITORY / "README.md").read_text()
+    assert f"`{function}`" in (REPOSITORY / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("op", OPERATORS)
 def test_operator_is_registered_for_every_use(op: str):
     name = f"myvision::{op}"
     assert getattr(torch.ops.myvision, op).default._schema.returns[0].type.kind() == "TensorType"

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from myvision._elementwise import result_type
+
 DOMAIN = "myvision"  # of the nodes that ONNX does not have
 
 Value = Any  # a value of the graph that onnxscript builds
@@ -27,8 +29,12 @@ def real(op: Opset, x: Value) -> Value:
     return op.Cast(x, to=FLOAT) if x.dtype.name in HALF_TYPES else x
 
 
-def number(op: Opset, value: float, like: Value) -> Value:
-    return op.CastLike(op.Constant(value_float=value), like)
+def constant(op: Opset, number: float, like: Value) -> Value:
+    """A number in the type of a value, rounded once."""
+    import onnx_ir
+
+    exact = onnx_ir.DataType.DOUBLE if isinstance(number, float) else onnx_ir.DataType.INT64
+    return op.CastLike(op.Constant(value=onnx_ir.tensor(number, dtype=exact)), like)
 
 
 def cast_to_type_of(op: Opset, x: Value, like: Value) -> Value:
@@ -63,11 +69,11 @@ def function_node(name: str, inputs: Sequence[str]) -> Translation:
 
 
 def promoted(op: Opset, *values: Value) -> list[Value]:
-    """The values, cast to the type that torch promotes them to; it minds tensors without dimensions."""
+    """The values, each with a Cast in front where its type is not the one that torch promotes them to."""
     from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
 
-    examples = (
+    examples = [
         torch.empty((1,) * len(value.shape), dtype=to_torch_dtype(value.dtype), device="meta") for value in values
-    )
-    dtype = from_torch_dtype(torch.result_type(*examples))
+    ]
+    dtype = from_torch_dtype(result_type(examples))
     return [value if value.dtype == dtype else op.Cast(value, to=dtype) for value in values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from myvision.onnx._graph import Opset, UnsupportedError, Value, cast_to_type_of, full, number, real
+from myvision.onnx._graph import Opset, UnsupportedError, Value, cast_to_type_of, constant, full, real
 
 
 def affine(op: Opset, input: Value, weight: Value, bias: Value, shape: Sequence[int]) -> tuple[Value, Value]:
@@ -37,7 +37,7 @@ def normalise(op: Opset, input: Value, axes: Sequence[int], eps: float, centered
     if centered:
         x = op.Sub(x, op.ReduceMean(x, axes_value))
     mean_square = op.ReduceMean(op.Mul(x, x), axes_value)
-    return op.CastLike(op.Div(x, op.Sqrt(op.Add(mean_square, number(op, eps, x)))), input)
+    return op.CastLike(op.Div(x, op.Sqrt(op.Add(mean_square, constant(op, eps, x)))), input)
 
 
 def finish(op: Opset, x: Value, *, residual: Value, activation: str | None, negative_slope: float) -> Value:
@@ -64,11 +64,11 @@ def _gelu(op: Opset, x: Value, tanh: bool) -> Value:
     if op.version >= 20:
         return op.Gelu(x, approximate="tanh" if tanh else "none")
     if tanh:
-        cubic = op.Mul(number(op, 0.044715, x), op.Mul(x, op.Mul(x, x)))
-        bent = op.Tanh(op.Mul(number(op, math.sqrt(2 / math.pi), x), op.Add(x, cubic)))
+        cubic = op.Mul(constant(op, 0.044715, x), op.Mul(x, op.Mul(x, x)))
+        bent = op.Tanh(op.Mul(constant(op, math.sqrt(2 / math.pi), x), op.Add(x, cubic)))
     else:
-        bent = op.Erf(op.Mul(x, number(op, math.sqrt(0.5), x)))
-    return op.Mul(op.Mul(number(op, 0.5, x), x), op.Add(number(op, 1.0, x), bent))
+        bent = op.Erf(op.Mul(x, constant(op, math.sqrt(0.5), x)))
+    return op.Mul(op.Mul(constant(op, 0.5, x), x), op.Add(constant(op, 1.0, x), bent))
 
 
 def add(op: Opset, input: Value, residual: Value, dropout_p: float, name: str) -> Value:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from myvision.onnx._graph import Opset, UnsupportedError, Value, number, real
+from myvision.onnx._graph import Opset, UnsupportedError, Value, constant, real
 
 
 def attention(op: Opset, **arguments: Any) -> Value:
@@ -87,9 +87,9 @@ class _Attention:
         query = op.Reshape(real(self.op, self.query), grouped)
         one = op.Constant(value_ints=[2])
         key, value = (op.Unsqueeze(real(op, rows), one) for rows in (self.key, self.value))
-        scores = op.MatMul(op.Mul(query, number(op, self.scale, query)), op.Transpose(key, perm=[0, 1, 2, 4, 3]))
+        scores = op.MatMul(op.Mul(query, constant(op, self.scale, query)), op.Transpose(key, perm=[0, 1, 2, 4, 3]))
         if self.softcap:
-            cap = number(op, self.softcap, scores)
+            cap = constant(op, self.softcap, scores)
             scores = op.Mul(cap, op.Tanh(op.Div(scores, cap)))
         lengths = op.Concat(self._length(self.query), self._length(self.key), axis=0)
         flat = op.Concat(op.Constant(value_ints=[0, heads]), lengths, axis=0)
@@ -135,7 +135,7 @@ class _Attention:
             mask = op.CastLike(self.mask, like)
             bias = mask if bias is None else op.Add(bias, mask)
         for seen in visible:
-            hidden = op.Where(seen, number(self.op, 0.0, like), number(self.op, -math.inf, like))
+            hidden = op.Where(seen, constant(self.op, 0.0, like), constant(self.op, -math.inf, like))
             bias = hidden if bias is None else op.Add(bias, hidden)
         return op.CastLike(bias, self.query)
 

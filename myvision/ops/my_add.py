@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from myvision._checks import check_tensor
+from myvision._checks import check_tensors
 from myvision._dispatch.autograd import register_autograd
 from myvision._elementwise import Elementwise
 
@@ -37,9 +37,11 @@ def my_add(x: Tensor, y: Tensor) -> Tensor:
         >>> myvision.ops.my_add(torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]))
         tensor([12., 24.])
     """
-    check_tensor("x", x)
-    check_tensor("y", y)
-    output: Tensor = _op(x, y)
+    try:
+        output: Tensor = _op(x, y)
+    except RuntimeError:
+        check_tensors("my_add", {"x": x, "y": y})
+        raise
     return output
 
 
@@ -64,5 +66,5 @@ def _jvp(ctx: Any, x: Tensor | None, y: Tensor | None) -> Tensor:
     return my_add(x, y)
 
 
-Elementwise(_op, integers=True, leader="y")
+_DTYPES = Elementwise(_op, integers=True, leader="y").dtypes
 register_autograd(_op, _setup_context, _backward, _jvp)

@@ -7,7 +7,7 @@ namespace myvision::CPU_CAPABILITY::my_add {
 
 void forward(const MyAddParams& params) {
   // 2 * x as x + x: the same bits on every instruction set, whether or not it fuses products.
-  elementwise(params, [](auto x, auto y) { return x + x + y; });
+  elementwise(params, []<typename T>(const T& x, const T& y) { return x + x + y; });
 }
 
 }  // namespace myvision::CPU_CAPABILITY::my_add
