@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,43 @@ def test_every_primitive_compiles(name: str, runtime: str, tmp_path: Path) -> No
     source.write_text(text.replace("cuda", runtime))
     for architecture in (compiler.architectures[0], compiler.architectures[-1]):
         assert compiler.compile(source, architecture)
+
+
+@pytest.fixture(scope="module")
+def host_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """host_calls.cu, linked with the runtime that prints what is asked of it."""
+    program = tmp_path_factory.mktemp("host_calls") / "host_calls"
+    sources = [REPOSITORY / "tests" / "native" / name for name in ("host_calls.cu", "noting_cudart.cpp")]
+    options = ["-std=c++20", "-arch=sm_75", "-cudart", "none", f"-I{REPOSITORY / 'csrc'}", "-o", program]
+    subprocess.run([found_compiler("nvcc").program, *options, *sources], check=True)
+    return program
+
+
+def calls_made(program: Path, ptx: int, binary: int) -> list[str]:
+    versions = {"PTX_VERSION": str(ptx), "BINARY_VERSION": str(binary)}
+    result = subprocess.run([program], env=os.environ | versions, stdout=subprocess.PIPE, text=True, check=True)
+    return result.stdout.splitlines()
+
+
+def test_a_launch_asks_for_shared_memory_once_for_each_kernel_and_gpu(host_calls: Path) -> None:
+    """However little it is, as variables may take the rest; and never for less than before."""
+    of_a_gpu = [
+        *("launch with 0", "limit of shared memory 4096", "launch with 4096"),
+        *("limit of shared memory 49152", "launch with 49152", "launch with 1024"),
+        *("limit of shared memory 512", "launch with 512"),  # of another kernel
+    ]
+    assert [line for line in calls_made(host_calls, 80, 80) if "shared" in line or "launch" in line] == 2 * of_a_gpu
+
+
+@pytest.mark.parametrize(
+    ("ptx", "binary", "has_mma"),
+    [(75, 90, 0), (80, 90, 1), (100, 120, 1), (75, 75, 0), (80, 75, 0), (0, 0, 0)],
+    ids=["jit_of_75", "jit_of_80", "jit_of_100", "image_of_75", "of_75", "no_code"],
+)
+def test_code_says_itself_whether_it_has_tensor_cores(host_calls: Path, ptx: int, binary: int, has_mma: int) -> None:
+    calls = calls_made(host_calls, ptx, binary)
+    assert calls.count(f"has mma: {has_mma} {has_mma}") == 2
+    assert calls.count("asked for a version") == 2  # once for each GPU
 
 
 def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
