@@ -1,4 +1,7 @@
-"""The norms in ONNX: its own node where it has one, with Add and the activation behind it; else the formula."""
+"""The norms in ONNX: its own node where it has one, with Add and the activation behind it; else the formula.
+
+Its nodes take no negative eps, which the formula does.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,9 @@ class _Norms:
             return self.batch_norm(
                 input, running_mean, running_var, weight, bias, residual, eps, activation, negative_slope
             )
+        if eps < 0:
+            axes = list(range(2, len(input.shape)))
+            return self._by_hand(input, axes, weight, bias, eps, residual, activation, negative_slope, channels_dim=1)
         scale, shift = self._affine(weight, bias, [input.shape[1]], input)
         output = self.op.InstanceNormalization(input, scale, shift, epsilon=eps)
         return self._finish(output, residual, activation, negative_slope)
@@ -98,13 +104,17 @@ class _Norms:
         activation: str | None,
         negative_slope: float,
     ) -> Value:
-        if self.opset >= 21:  # before, the affine map was one of groups
+        if self.opset >= 21 and eps >= 0:  # before, the affine map was one of groups
             scale, shift = self._affine(weight, bias, [input.shape[1]], input)
             output = self.op.GroupNormalization(input, scale, shift, epsilon=eps, num_groups=num_groups)
             return self._finish(output, residual, activation, negative_slope)
         groups = self.op.Reshape(input, self.op.Constant(value_ints=[0, num_groups, -1]))
-        ones, zeros = self._affine(None, None, [num_groups], input)
-        normalised = self.op.InstanceNormalization(groups, ones, zeros, epsilon=eps)
+        groups.dtype = input.dtype
+        if eps < 0:
+            normalised = self._by_hand(groups, [2], None, None, eps, None, None, 0.0, channels_dim=None)
+        else:
+            ones, zeros = self._affine(None, None, [num_groups], input)
+            normalised = self.op.InstanceNormalization(groups, ones, zeros, epsilon=eps)
         output = self.op.Reshape(normalised, self.op.Shape(input))
         scaled = self._scale(output, weight, bias, self._channel_shape(input), input)
         return self._finish(scaled, residual, activation, negative_slope)
@@ -121,8 +131,10 @@ class _Norms:
         activation: str | None,
         negative_slope: float,
     ) -> Value:
-        if channels_first:
-            return self._by_hand(input, [1], weight, bias, eps, residual, activation, negative_slope, channels_dim=1)
+        if channels_first or eps < 0:
+            axes = [1] if channels_first else list(range(-len(normalized_shape), 0))
+            channels_dim = 1 if channels_first else None
+            return self._by_hand(input, axes, weight, bias, eps, residual, activation, negative_slope, channels_dim)
         scale, shift = self._affine(weight, bias, normalized_shape, input)
         output, *_ = self.op.LayerNormalization(input, scale, shift, axis=-len(normalized_shape), epsilon=eps)
         return self._finish(output, residual, activation, negative_slope)
@@ -138,7 +150,7 @@ class _Norms:
         activation: str | None,
         negative_slope: float,
     ) -> Value:
-        if self.opset >= 23 and not channels_first:
+        if self.opset >= 23 and not channels_first and eps >= 0:
             scale, _ = self._affine(weight, None, normalized_shape, input)
             output = self.op.RMSNormalization(input, scale, axis=-len(normalized_shape), epsilon=eps)
             return self._finish(output, residual, activation, negative_slope)
