@@ -19,7 +19,7 @@ def check_tensors(op: str, required: dict[str, object], **optional: object) -> N
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in (required | given).items():
         check_tensor(f"{op}: {name}", value)
-        if getattr(value, "is_nested", False):
+        if getattr(value, "is_nested", False) is True:  # of a torch.fx.Proxy it is another proxy
             raise RuntimeError(f"{op}: {name} must be a dense tensor, but is a nested one")
 
 

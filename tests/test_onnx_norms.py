@@ -102,6 +102,25 @@ def test_nodes_and_numbers(name: str, opset: int) -> None:
     torch.testing.assert_close(run(program, x), norm(x), rtol=1e-4, atol=1e-5)
 
 
+NEGATIVE_EPS: dict[str, Norm] = {
+    "instance_norm": lambda x: ops.instance_norm(x, None, None, *AFFINE[6], eps=-1e-2),
+    "instance_norm, running": lambda x: ops.instance_norm(x, *RUNNING, *AFFINE[6], use_input_stats=False, eps=-1e-2),
+    "group_norm": lambda x: ops.group_norm(x, 3, *AFFINE[6], eps=-1e-2),
+    "layer_norm": lambda x: ops.layer_norm(x, 5, *AFFINE[5], eps=-1e-2),
+    "layer_norm, channels first": lambda x: ops.layer_norm(x, 6, *AFFINE[6], eps=-1e-2, channels="first"),
+    "rms_norm": lambda x: ops.rms_norm(x, 5, AFFINE[5][0], eps=-1e-2),
+}
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+@pytest.mark.parametrize("name", NEGATIVE_EPS)
+def test_a_negative_eps(name: str, opset: int) -> None:
+    """onnxruntime refuses it in the nodes of its own, and takes the formula."""
+    model, x = Call(NEGATIVE_EPS[name]).eval(), random_tensor(2, 6, 4, 5)
+    program = myvision.onnx.export(model, (x,), opset_version=opset)
+    torch.testing.assert_close(in_runtime(program.model_proto.SerializeToString(), x), model(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("opset", [18, 20])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_residual_and_activation_follow(activation: str, opset: int) -> None:

@@ -9,11 +9,11 @@
 
 namespace myvision {
 
-// By a power of two, which is exact, so that any sum of squares fits a double.
+// Numbers are scaled by a power of two, which is exact, so that any sum of their squares fits a double.
 template <typename Real>
 inline constexpr double kExtremeScale = sizeof(Real) == sizeof(double) ? 0x1p-530 : 1;
 
-// Of numbers times kExtremeScale.
+// These are of numbers times kExtremeScale.
 struct ExtremeMoments {
   double count, mean, variance;
 };
@@ -48,7 +48,7 @@ MYVISION_HOST_DEVICE double unscaled_mean(const ExtremeMoments& moments) {
   return moments.mean / kExtremeScale<Real>;
 }
 
-// Infinite where it leaves the range of double.
+// The variance is infinite where it leaves the range of double.
 template <typename Real>
 MYVISION_HOST_DEVICE double unscaled_variance(const ExtremeMoments& moments) {
   return moments.variance / kExtremeScale<Real> / kExtremeScale<Real>;

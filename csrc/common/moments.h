@@ -9,22 +9,22 @@
 
 namespace myvision::CPU_CAPABILITY {
 
-// Of `count` numbers: their mean and the sum of the squares of their distances from it.
+// `count` numbers are summed up by their mean and the sum of the squares of their distances from it.
 struct Moments {
   double count = 0, mean = 0, squares = 0;
 };
 
-// Of two sets together, not both empty (Chan, Golub and LeVeque).
+// Returns the moments of two sets together, not both empty (Chan, Golub and LeVeque).
 inline Moments merge(const Moments& a, const Moments& b) {
   const double count = a.count + b.count, share = b.count / count, step = b.mean - a.mean;
   return {count, a.mean + step * share, a.squares + b.squares + step * step * a.count * share};
 }
 
-// What a kernel normalises with: (x - mean) * rstd - rest * rstd.
+// A kernel normalises by (x - mean) * rstd - rest * rstd.
 template <typename T>
 struct Statistics {
   T mean;
-  T rest;  // of the mean, which rounding took from it
+  T rest;  // what rounding took from the mean
   T rstd;  // 1 / sqrt(variance + eps)
 };
 
@@ -35,7 +35,7 @@ inline Statistics<T> statistics_of(const Moments& moments, double eps) {
           static_cast<T>(1 / std::sqrt(moments.squares / moments.count + eps))};
 }
 
-// ---- along: of numbers that lie one after the other
+// ---- along: numbers lie one after the other
 
 template <typename T>
 inline constexpr int64_t kMomentsChunk = 16384 / sizeof(T);
@@ -78,7 +78,7 @@ inline Moments moments(const In* x, int64_t n) {
   return all;
 }
 
-// The same of numbers whose mean is taken to be 0.
+// Returns the moments of numbers whose mean is taken to be 0.
 template <typename In, typename T = Compute<In>>
 [[gnu::flatten]] inline Moments moments_about_zero(const In* x, int64_t n) {
   double squares = 0;
@@ -94,7 +94,7 @@ template <typename In, typename T = Compute<In>>
   return {static_cast<double>(n), 0, squares};
 }
 
-// ---- across: of columns, which get one number of every line that arrives
+// ---- across: every line that arrives has one number of each column
 
 // Distances are from the mean of the lines before, which is as good as a column's own: where it is far off, the
 // columns' spread is as large. They are summed over a few lines at a time, at first as many as came before.

@@ -1,4 +1,4 @@
-// What the GPU kernels of the norms share.
+// The tiles, statistics, packs and sums that the GPU kernels of the norms share.
 #pragma once
 #include "common/activation.h"
 #include "common/gpu.cuh"
@@ -17,18 +17,18 @@ struct Tile {
   __device__ __forceinline__ int member() const { return across ? threadIdx.x / slots : threadIdx.x % members; }
   __device__ __forceinline__ int slot() const { return across ? threadIdx.x % slots : threadIdx.x / members; }
 
-  // Of the members of the thread's slot, in each of them.
+  // Returns the sum over the members of the thread's slot to each of them.
   template <typename Value>
   __device__ __forceinline__ Value sum(const Value& value) const {
     return strided_sum(value, across ? slots : 1, members);
   }
 };
 
-// What a number is normalised with: (x - mean) * rstd - rest * rstd.
+// A number is normalised by (x - mean) * rstd - rest * rstd.
 template <typename Real>
 struct Statistics {
   Real mean;
-  Real rest;  // of the mean, which rounding took from it
+  Real rest;  // what rounding took from the mean
   Real rstd;
 
   __device__ __forceinline__ Real normalize(Real x) const { return (x - mean) * rstd - rest * rstd; }
@@ -63,7 +63,7 @@ __device__ __forceinline__ Pack<T, kWidth> rounded(const Pack<RealOf<T>, kWidth>
 
 inline constexpr Tile kColumnTile = {32, 8, true};
 
-// Adds up the columns of partial[rows][columns], in a fixed order: sums is [2][columns]. Where null, not wanted.
+// Adds up the columns of partial[rows][columns], in a fixed order: sums is [2][columns]. What is null is not wanted.
 template <typename Real>
 __global__ void sum_columns(const Pair<Real>* partial, int64_t rows, int64_t columns, Real* sums, Real* first,
                             Real* second) {
@@ -93,7 +93,7 @@ void launch_sum_columns(const Pair<Real>* partial, int64_t rows, int64_t columns
 
 // ---- choices of the launchers ---------------------------------------------------------------------------------------
 
-// The power of two that is at least `count`, within bounds that are powers of two themselves.
+// Returns the least power of two that is at least `count`, within bounds that are powers of two themselves.
 inline int power_of_two(int64_t count, int least, int most) {
   int power = least;
   while (power < count && power < most) power *= 2;

@@ -15,7 +15,7 @@ namespace myvision {
 #define NORM_CHECK(holds, op, ...) MYVISION_CHECK(holds, op, ": ", __VA_ARGS__)
 
 // ------------------------------------------------------------------------------------------------ checks
-// In the order in which myvision/ops/_norm.py makes them for the fakes.
+// The checks stand in the order in which myvision/ops/_norm.py makes them for the fakes.
 inline Dtype check_floating(const char* op, const char* name, const Tensor& tensor) {
   NORM_CHECK(tensor.defined(), op, name, " must be a tensor, but is None");
   const std::optional<Dtype> dtype = to_dtype(tensor.scalar_type());
@@ -39,8 +39,8 @@ inline void check_parameter(const char* op, const char* name, const std::optiona
   check_device(op, name, *tensor, input);
 }
 
-// The same of one number a channel of input. Where the numbers of channels differ it is the input that is told of, as
-// the parameters belong to a model and so are seldom what is wrong.
+// A parameter of one number a channel of input is checked likewise. Where the numbers of channels differ it is the
+// input that is told of, as the parameters belong to a model and so are seldom what is wrong.
 inline void check_channel_parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                     const Tensor& input) {
   if (!tensor) return;
@@ -49,7 +49,7 @@ inline void check_channel_parameter(const char* op, const char* name, const std:
   check_parameter(op, name, tensor, {input.size(1)}, input);
 }
 
-// A residual, a gradient of the output: like input.
+// A residual or a gradient of the output must be like input.
 inline void check_like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
                              const Tensor& input) {
   if (!tensor) return;
@@ -73,12 +73,12 @@ inline Activation check_activation(const char* op, const std::optional<std::stri
 }
 
 // ------------------------------------------------------------------------------------------------ parameters
-// The type computed in, of statistics and of the kernels' arrays.
+// The type that is computed in, and that statistics and the kernels' arrays have.
 inline ScalarType real_type(const Tensor& input) {
   return input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// As the kernels take it: contiguous, in the type computed in.
+// Returns a parameter as the kernels take it: contiguous, in the type computed in.
 inline std::optional<Tensor> as_reals(const std::optional<Tensor>& tensor, const Tensor& input) {
   if (!tensor) return std::nullopt;
   return torch::stable::contiguous(cast(*tensor, real_type(input)));
@@ -90,7 +90,7 @@ inline Tensor new_reals(const Tensor& input, IntArray sizes) {
   return torch::stable::new_empty(input, sizes, real_type(input));
 }
 
-// Those that forward returned.
+// Backward is given the statistics that forward returned.
 inline void check_statistics(const char* op, const Tensor& statistics, IntArray shape, const Tensor& input) {
   NORM_CHECK(std::ranges::equal(statistics.sizes(), shape) && statistics.scalar_type() == real_type(input) &&
                  statistics.is_contiguous(),
@@ -100,7 +100,7 @@ inline void check_statistics(const char* op, const Tensor& statistics, IntArray 
 }
 
 // ------------------------------------------------------------------------------------------------ layout
-// An uninitialised tensor of the shape and type of `like`, dense: channels_last or contiguous.
+// Returns an uninitialised, dense tensor of the shape and type of `like`, channels_last or contiguous.
 inline Tensor new_dense(const Tensor& like, bool channels_last) {
   const IntArray sizes = like.sizes();
   const int dims = static_cast<int>(sizes.size());
@@ -178,7 +178,7 @@ class NormOperands {
     return merged(first, last).count <= 1 && after <= 2 && before + after <= 3;
   }
 
-  // Dimensions [begin, end), outermost first.
+  // Returns dimensions [begin, end), outermost first, with neighbours merged.
   Axes merged(int begin, int end) const {
     Axes axes;
     for (int dim = begin; dim < end && axes.count < kMaxAxes; ++dim) {

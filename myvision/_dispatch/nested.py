@@ -12,7 +12,7 @@ Rows = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def is_nested(value: Any) -> bool:
-    return getattr(value, "is_nested", False)
+    return getattr(value, "is_nested", False) is True  # of a torch.fx.Proxy it is another proxy
 
 
 def on_nested_rows(op: str, function: Rows, input: Tensor, residual: Tensor | None, row_dims: int) -> Tensor:

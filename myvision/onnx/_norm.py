@@ -1,4 +1,7 @@
-"""What the translations of the norms share: affine maps, the formula where ONNX has no node, and what comes behind."""
+"""What the translations of the norms share: affine maps, the formula where ONNX has no node, and what comes behind.
+
+ONNX's own nodes take no negative eps, which the formula does.
+"""
 
 from __future__ import annotations
 

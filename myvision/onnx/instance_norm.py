@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from myvision.onnx._graph import Opset, Value
-from myvision.onnx._norm import affine, finish
+from myvision.onnx._norm import affine, channel_shape, finish, normalise, scale_and_shift
 from myvision.onnx.batch_norm import batch_norm
 
 
@@ -33,6 +33,9 @@ def instance_norm(
             eps=eps,
             **end,
         )
+    if eps < 0:
+        normalised = normalise(op, input, range(2, len(input.shape)), eps)
+        return finish(op, scale_and_shift(op, normalised, input, weight, bias, channel_shape(input)), **end)
     scale, shift = affine(op, input, weight, bias, [input.shape[1]])
     return finish(op, op.InstanceNormalization(input, scale, shift, epsilon=eps), **end)
 

@@ -32,6 +32,8 @@ def layer_norm(
 def over_last_dimensions(
     op: Opset, input: Value, normalized_shape: Sequence[int], weight: Value, bias: Value, eps: float
 ) -> Value:
+    if eps < 0:
+        return scale_and_shift(op, normalise(op, input, range(-len(normalized_shape), 0), eps), input, weight, bias)
     scale, shift = affine(op, input, weight, bias, normalized_shape)
     output, *_ = op.LayerNormalization(input, scale, shift, axis=-len(normalized_shape), epsilon=eps)
     return output

@@ -31,7 +31,7 @@ def rms_norm(
 
 def over_last_dimensions(op: Opset, input: Value, normalized_shape: Sequence[int], weight: Value, eps: float) -> Value:
     dims = len(normalized_shape)
-    if op.version >= 23:
+    if op.version >= 23 and eps >= 0:
         scale, _ = affine(op, input, weight, None, normalized_shape)
         return op.RMSNormalization(input, scale, axis=-dims, epsilon=eps)
     return scale_and_shift(op, normalise(op, input, range(-dims, 0), eps, centered=False), input, weight, None)

@@ -61,7 +61,7 @@ def check_call(
 
 
 def _check_running(op: str, mean: Tensor | None, var: Tensor | None, input: Tensor, eps: float) -> None:
-    """eps as torch's own functions take it: batch_norm alone refuses what is negative."""
+    """eps is taken as torch's own functions take it: batch_norm alone refuses what is negative."""
     check(op, op != "batch_norm" or eps >= 0, lambda: f"eps must be at least 0, but is {eps:g}")
     check(
         op,
@@ -93,7 +93,7 @@ def _check_own_statistics(op: str, input: Tensor, others: int) -> None:
 
 
 def _others(op: str, input: Tensor, num_groups: int) -> int:
-    """As torch's own functions count."""
+    """What `_check_own_statistics` wants, as torch's own functions count."""
     if op == "group_norm":
         return num_groups
     return input.shape[1] if op == "batch_norm" else input.shape[0] * input.shape[1]
@@ -105,7 +105,7 @@ def _new_statistics(input: Tensor, groups: int) -> Tensor:
 
 
 def running_fakes(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Of batch_norm or instance_norm: without update and with it. Each returns the statistics too."""
+    """The fakes of batch_norm or instance_norm, without update and with it. Each returns the statistics too."""
 
     def pure(
         input: Tensor,

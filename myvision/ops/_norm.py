@@ -20,7 +20,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def real_dtype(input: Tensor) -> torch.dtype:
-    """What is computed in, and what the statistics are kept in."""
+    """The type that is computed in, and that statistics are kept in."""
     return torch.promote_types(input.dtype, torch.float32)
 
 
@@ -84,7 +84,7 @@ def check_channel_parameter(op: str, name: str, tensor: Tensor | None, input: Te
 
 
 def check_like_input(op: str, name: str, tensor: Tensor | None, input: Tensor) -> None:
-    """A residual, a gradient of the output."""
+    """A residual or a gradient of the output must be like input."""
     if tensor is None:
         return
     check_shape(op, name, tensor, input.shape, f"the shape of input, {tuple(input.shape)}")

@@ -51,7 +51,7 @@ Call checked_call(Kind kind, const Tensor& input, const OptionalTensor& weight, 
   return call;
 }
 
-// eps as torch's own functions take it: batch_norm alone refuses what is negative.
+// eps is taken as torch's own functions take it: batch_norm alone refuses what is negative.
 void check_running(const Call& call, const OptionalTensor& mean, const OptionalTensor& var) {
   NORM_CHECK(call.kind != Kind::Batch || call.params.eps >= 0, call.op, "eps must be at least 0, but is ",
              call.params.eps);
@@ -66,7 +66,7 @@ void check_updated(const Call& call, const char* name, const Tensor& running) {
              " must have a place of its own for each channel, as it is updated, but is expanded");
 }
 
-// As torch's own functions count them.
+// The values that share a mean are counted as torch's own functions count them.
 void check_own_statistics(const Call& call) {
   const Tensor& input = call.input;
   const int64_t others = call.kind == Kind::Batch      ? input.size(1)
@@ -127,7 +127,7 @@ struct Result {
   std::tuple<Tensor, Tensor> both() const { return {output, statistics}; }
 };
 
-// Undefined where it is not wanted; of nothing it is 0.
+// Returns an undefined tensor where it is not wanted; the statistics of an empty input are 0.
 Tensor new_statistics(const Call& call, bool wanted) {
   if (!wanted) return Tensor();
   Tensor statistics = new_reals(call.input, statistics_shape(call));
@@ -135,7 +135,7 @@ Tensor new_statistics(const Call& call, bool wanted) {
   return statistics;
 }
 
-// By running statistics where they are given, or else by the input's own.
+// Normalises by running statistics where they are given, or else by the input's own.
 Result normalize(Call call, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                  bool keep_statistics) {
   check_running(call, running_mean, running_var);
@@ -153,7 +153,7 @@ Result normalize(Call call, const OptionalTensor& running_mean, const OptionalTe
   return {forward(call, statistics), statistics};
 }
 
-// By the input's own statistics, with which the running ones are updated.
+// Normalises by the input's own statistics, and moves the running ones towards them.
 Result normalize_and_update(Call call, Tensor running_mean, Tensor running_var, double momentum, bool keep_statistics) {
   check_running(call, running_mean, running_var);
   check_updated(call, "running_mean", running_mean);
@@ -262,7 +262,7 @@ Gradients backward(Call call, const Tensor& grad_output, const Tensor& statistic
   return {grad_input, grad_weight, grad_bias, grad_residual};
 }
 
-// eps is for the second derivatives.
+// eps is an argument for the second derivatives' sake.
 Gradients batch_norm_backward(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
                               const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
                               int64_t groups, bool training, double eps, const Name& activation, double negative_slope,
@@ -275,7 +275,7 @@ Gradients batch_norm_backward(const Tensor& grad_output, const Tensor& input, co
 }
 
 // ------------------------------------------------------------------------------------------------ pieces of batch_norm
-// For SyncBatchNorm, which adds up over processes in between.
+// These are for SyncBatchNorm, which adds up over processes in between.
 Tensor batch_norm_statistics(const Tensor& input) {
   Call call = checked_call(Kind::Batch, input, {}, {}, {}, 0, 0, {}, 0);
   const Tensor statistics = new_statistics(call, true);

@@ -43,7 +43,7 @@ enum class BackwardStage : int8_t {
   Finish  // from given sums: input and residual
 };
 
-// Null data, or a null pointer: not wanted.
+// What has null data, or is a null pointer, is not wanted.
 struct BatchNormGradients {
   Strided4 output;  // given
   Strided4 input, residual;
@@ -66,7 +66,7 @@ MYVISION_HOST_DEVICE int64_t number_of_groups(const BatchNormParams& p) {
 // Bytes of device memory that the launchers below want as their workspace.
 int64_t batch_norm_forward_cuda_workspace(const BatchNormParams& params);
 int64_t batch_norm_backward_cuda_workspace(const BatchNormParams& params, const BatchNormGradients& gradients);
-// Null, or what went wrong with the launch.
+// They return null, or what went wrong with the launch.
 const char* batch_norm_forward_cuda(const BatchNormParams& params, void* workspace, void* stream);
 const char* batch_norm_backward_cuda(const BatchNormParams& params, const BatchNormGradients& gradients,
                                      void* workspace, void* stream);

@@ -68,7 +68,7 @@ void set_dropout(Call& call, double dropout_p, const OptionalTensor& seed) {
   call.params.seed = static_cast<const int64_t*>(seed->const_data_ptr());
 }
 
-// As the input lies in memory where that is images in channels_last, contiguous otherwise.
+// The tensor lies in memory as the input does where that is images in channels_last, and is contiguous otherwise.
 Tensor new_image(const Call& call) {
   return new_dense(call.input, call.channels_first && is_channels_last(call.input));
 }
@@ -107,7 +107,7 @@ struct Result {
   Tensor output, sum, statistics;  // where they were asked for
 };
 
-// With an addend the sum is normalised.
+// Where there is an addend, the sum is normalised.
 Result forward(Call call, const OptionalTensor& addend, bool keep_statistics) {
   LayerNormParams& p = call.params;
   const Result result{new_image(call), addend ? new_image(call) : Tensor(),
@@ -271,7 +271,7 @@ Tensor new_parameter(const Call& call, IntArray shape, bool wanted) {
 
 Tensor new_gradient(const Call& call, bool wanted) { return wanted ? new_image(call) : Tensor(); }
 
-// Of layer_norm and, with statistics of one row, of rms_norm. eps is for the second derivatives.
+// Serves layer_norm and, with statistics of one row, rms_norm. eps is an argument for the second derivatives' sake.
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor& grad_output, const Tensor& input, const Tensor& statistics, IntArray normalized_shape,
     const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual, bool channels_first,
@@ -288,7 +288,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   return {gradients.input, gradients.weight, gradients.bias, gradients.residual};
 }
 
-// The gradients of dropout's input, of the residual (and of the sum), of weight and bias.
+// Returns the gradients of dropout's input, of the residual (and of the sum), of weight and bias.
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     const Tensor& grad_output, const OptionalTensor& grad_sum, const Tensor& sum, const Tensor& statistics,
     IntArray normalized_shape, const OptionalTensor& weight, const OptionalTensor& bias, double eps, double dropout_p,

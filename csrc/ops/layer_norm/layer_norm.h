@@ -54,7 +54,7 @@ MYVISION_HOST_DEVICE int64_t number_of_rows(const LayerNormParams& p) { return p
 
 // Bytes of device memory that the launcher below wants as its workspace.
 int64_t layer_norm_backward_cuda_workspace(const LayerNormParams& params, const LayerNormGradients& gradients);
-// Null, or what went wrong with the launch.
+// They return null, or what went wrong with the launch.
 const char* layer_norm_forward_cuda(const LayerNormParams& params, void* stream);
 const char* layer_norm_backward_cuda(const LayerNormParams& params, const LayerNormGradients& gradients,
                                      void* workspace, void* stream);

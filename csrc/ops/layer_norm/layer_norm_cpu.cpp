@@ -66,7 +66,7 @@ class Rows {
 
   int64_t buffer_size() const { return in_place_ ? 0 : block_rows() * n; }
 
-  // body(block) for all rows [first, last).
+  // Calls body(block) for all rows [first, last).
   template <typename Body>
   void for_each_block(int64_t first, int64_t last, const Body& body) const {
     const int64_t length = across_ == 3 ? p.width : across_ == 2 ? p.height : p.batch, most = block_rows();
@@ -272,7 +272,7 @@ class Backward : Rows<S> {
     for (int64_t j = 0; j < count; ++j) add_to_sums<1>(n, statistics + j, x + j, g + j, sums);
   }
 
-  // Of each share the sums for the weight, and those for the bias.
+  // Adds up the shares; each has n sums for the weight and n for the bias.
   void add_shares(const T* sums, int64_t shares) const {
     T *const weight = static_cast<T*>(grad_.weight), *const bias = static_cast<T*>(grad_.bias);
     const int64_t begin = weight ? 0 : n, end = bias ? 2 * n : n;
@@ -293,7 +293,7 @@ class Backward : Rows<S> {
   const View grad_output_ = view(grad_.output), grad_sum_ = view(grad_.sum), input_ = view(p.input),
              residual_ = view(p.residual), grad_input_ = view(grad_.input), dropped_ = view(grad_.dropped),
              grad_residual_ = view(grad_.residual);
-  // Null where there is none.
+  // This is null where there is no activation.
   void (*undo_activation_)(RowConstants<T>, Statistics<T>, const S*, const S*, const S*, T*) = nullptr;
 };
 

@@ -33,7 +33,7 @@ struct LayerNormPlan {
   int64_t rows;    // in packs where the tile is across
   int64_t length;  // of a row: in packs, or in channels where the tile is across
   int kept_bytes;  // of forward: shared memory for all rows of a block, or 0
-  // Of backward:
+  // Backward alone has these:
   int64_t chunks;            // of a row, as long as what the members hold
   int64_t parts, part_rows;  // how the rows are cut
 };
@@ -64,7 +64,7 @@ class Row {
     for (int64_t pack = tile_.member(); pack < length_; pack += tile_.members) visit(pack, pack * kChannels);
   }
 
-  // Of a pack among those of all rows of the block; neighbouring threads have neighbours.
+  // Returns the place of a pack among those of all rows of the block; neighbouring threads have neighbours.
   __device__ __forceinline__ int64_t place(int64_t pack) const {
     return tile_.across ? pack * tile_.slots + tile_.slot() : tile_.slot() * length_ + pack;
   }
@@ -101,7 +101,7 @@ class Row {
   int64_t batch_, y_, x_;
 };
 
-// Of a pack's channels: Real[channels], or null for the preset.
+// Loads the parameters of a pack's channels; data is Real[channels], or null for the preset.
 template <int kWidth, int kSets, typename Real>
 __device__ __forceinline__ Pack<Real, kWidth> load_parameters(const void* data, int64_t channel, Real preset) {
   constexpr int kChannels = kWidth / kSets, kMost = kVectorBytes / sizeof(Real);
@@ -122,7 +122,7 @@ __device__ __forceinline__ Pack<Real, kWidth> load_parameters(const void* data, 
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// What dropout multiplies numbers with: 0, or what keeps their mean.
+// Dropout multiplies numbers with 0, or with what keeps their mean.
 template <typename T, int kWidth, int kSets>
 __device__ __forceinline__ void drop(const LayerNormParams& params, const Row<T, kWidth, kSets>& row, int64_t channel,
                                      Pack<RealOf<T>, kWidth>& reals) {
@@ -196,7 +196,7 @@ class Source {
     return numbers;
   }
 
-  // As it is written, and as backward will read it: rounded.
+  // The sum is rounded, as it is written and as backward will read it.
   __device__ __forceinline__ Reals plus_addend(Reals numbers, int64_t channel) const {
     const Reals addend = row_.load(params_.addend, channel);
 #pragma unroll
@@ -217,7 +217,7 @@ __device__ __forceinline__ Pair<Real> exact_sum(Real a, Real b) {
   return {sum, (a - (sum - b_part)) + (b - b_part)};
 }
 
-// By each thread for itself, so that rows that come here do not hold up the others of their block.
+// Each thread reads the whole row for itself, so that rows that come here do not hold up the others of their block.
 template <typename T, int kWidth, int kSets>
 __device__ __forceinline__ Statistics<RealOf<T>> extreme_statistics_of_row(const LayerNormParams& params,
                                                                            const Source<T, kWidth, kSets>& source,

@@ -26,7 +26,7 @@ class Dropout {
 
   bool is_on() const { return is_on_; }
 
-  // Of n elements from the first on, n <= kDropoutChunk; until the next call.
+  // Returns the factors of n elements from `first` on, n <= kDropoutChunk, which stay until the next call.
   const T* factors(int64_t first, int64_t n) {
     const int64_t skipped = first % 4;
     philox(seed_, static_cast<uint64_t>(first) / 4, (skipped + n + 3) / 4, words_);
@@ -79,7 +79,7 @@ class Normalizer {
   Vec<T> mean_, rstd_, shift_;
 };
 
-// What all rows have in common.
+// All rows have these in common.
 template <typename T>
 struct RowConstants {
   int64_t n;
@@ -151,7 +151,7 @@ template <ActivationKind KIND, typename S, typename T = Compute<S>>
   });
 }
 
-// Of g * weight, and of that times the normalised row.
+// The means over a row of g * weight, and of that times the normalised row.
 template <typename T>
 struct GradientMeans {
   T g, g_normalized;
@@ -196,7 +196,7 @@ template <bool BETWEEN_BLOCKS, typename G, typename S, typename T = Compute<S>>
   });
 }
 
-// The same for a row whose first element has this number; null: not there, or not wanted.
+// Does so for a row whose first element has the number `first`; what is null is not there, or not wanted.
 template <typename G, typename S, typename T = Compute<S>>
 void gradients_of_input(const RowConstants<T>& row, const Statistics<T>& statistics, const GradientMeans<T>& means,
                         const S* x, const G* g, const S* grad_sum, S* grad_input, S* dropped, int64_t first,
@@ -214,13 +214,13 @@ void gradients_of_input(const RowConstants<T>& row, const Statistics<T>& statist
   }
 }
 
-// Of the gradients of weight and bias, over some rows; null where not wanted.
+// Sums over some rows that make the gradients of weight and bias; null where not wanted.
 template <typename T>
 struct ParameterSums {
   T *weight, *bias;
 };
 
-// Adds to them those of ROWS rows.
+// Adds what ROWS rows give to the sums.
 template <int ROWS, bool WEIGHT, bool BIAS, typename G, typename S, typename T = Compute<S>>
 [[gnu::flatten]] void add_to_sums(int64_t n, const Statistics<T>* statistics, const S* const* x, const G* const* g,
                                   const ParameterSums<T> sums) {

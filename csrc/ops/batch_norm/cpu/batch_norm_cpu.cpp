@@ -47,7 +47,7 @@ Layout layout_of(const BatchNormParams& p, const Tensors&... tensors) {
           ((tensors.data != nullptr && crossed(tensors)) || ...)};
 }
 
-// What forward and backward share. S is the type that lines are used in, T the one computed in.
+// Forward and backward share this base. S is the type that lines are used in, T the one computed in.
 template <typename S, typename T = Compute<S>>
 class Kernel {
  protected:
@@ -76,7 +76,7 @@ class Kernel {
   void finish(const LineView<S>& tensor, const Block& block, const S* buffer) const {
     if (tensor.is_given()) tensor.finish(offset(tensor, block), lines(block), in_line(block), buffer);
   }
-  // body(std::bool_constant<along>()), for the inner loops
+  // Calls body(std::bool_constant<along>()), so that the inner loops know the direction.
   template <typename Body>
   void with_direction(const Body& body) const {
     along ? body(std::true_type()) : body(std::false_type());
@@ -105,7 +105,7 @@ class Kernel {
   double weight(int64_t channel) const { return p.weight ? static_cast<const T*>(p.weight)[channel] : 1; }
   double bias(int64_t channel) const { return p.bias ? static_cast<const T*>(p.bias)[channel] : 0; }
 
-  // body(group of all, its first channel, the index of that among the channels of all slices)
+  // Calls body(group of all, its first channel, the index of that among the channels of all slices).
   template <typename Body>
   void for_each_group(int64_t unit, const Body& body) const {
     const Tile tile = partition.tile(unit, 0);
@@ -113,7 +113,7 @@ class Kernel {
       body(tile.slice * groups() + channel / partition.group_channels(), channel, tile.slice * p.channels + channel);
   }
 
-  // ---- of each channel of each slice
+  // ---- coefficients: arrays of a number for each channel of each slice
   enum Array { kMean, kScale, kShift, kInputScale, kInputShift, kInputFactor, kArrays };
   T* array(Array which, int64_t index = 0) const {
     return coefficients_.template as<T>() + which * partition.slices() * p.channels + index;
@@ -270,7 +270,7 @@ class Forward : Kernel<S> {
     });
   }
 
-  // By the average over the slices; one channel a group.
+  // Running statistics follow the average over the slices; here a group is one channel.
   void update_running() {
     const auto update = [&](void* running, int64_t channel, double sum) {
       T& value = static_cast<T*>(running)[channel];
@@ -363,7 +363,7 @@ class Backward : Kernel<S> {
     });
   }
 
-  // Of gradient * weight and of gradient * weight * normalised, once the sums are known.
+  // Returns the means over a group of gradient * weight and of gradient * weight * normalised, once sums are known.
   Sums means_of_group(int64_t first_channel, int64_t index) const {
     if (gradients_.stage == BackwardStage::Finish) {
       const T* means = static_cast<const T*>(gradients_.sums);
@@ -456,7 +456,7 @@ class Backward : Kernel<S> {
            (p.activation.kind != ActivationKind::None && !pass.reads_gradient);
   }
 
-  // Over the parts, and from gradient * (x - mean) to gradient * normalised.
+  // Adds up the parts, and turns sums of gradient * (x - mean) into those of gradient * normalised.
   [[gnu::noinline]] void merge_sums(int64_t unit) {
     Base::for_each_group(unit, [&](int64_t group, int64_t channel, int64_t index) {
       const Statistics<T> s = Base::statistics_of_group(group);

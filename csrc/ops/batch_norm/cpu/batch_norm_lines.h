@@ -12,14 +12,14 @@
 
 namespace myvision::CPU_CAPABILITY::batch_norm {
 
-// Of each channel, for result = (x - mean) * scale + shift + ...
+// Each channel has these for result = (x - mean) * scale + shift + ...
 template <typename T>
 struct Affine {
   const T *mean, *scale, *shift;
   Affine operator+(int64_t channel) const { return {mean + channel, scale + channel, shift + channel}; }
 };
 
-// A number of each channel, as the vector at number i of a line meets it.
+// Gives the vector at number i of a line the numbers of its channels.
 template <bool ALONG, typename T>
 class OfChannels {
  public:
@@ -50,7 +50,7 @@ class AffineLine {
   OfChannels<ALONG, T> mean_, scale_, shift_;
 };
 
-// What goes into the activation.
+// A line of what goes into the activation.
 template <bool ALONG, typename S, typename T = Compute<S>>
 class PreactivationLine {
  public:
@@ -173,7 +173,7 @@ inline void with_gradient(const NormLines<S>& from, const Activation& activation
   body(GivenGradients<T>{as_const(z)});
 }
 
-// Of a channel: of the gradient before the activation, and of gradient * (x - mean).
+// A channel's sums of the gradient before the activation, and of gradient * (x - mean).
 struct Sums {
   double gradient = 0, product = 0;
   void add(const Sums& other) {
@@ -182,7 +182,8 @@ struct Sums {
   }
 };
 
-// Of a line of one channel. Here and below the gradient is also written to `copy`, unless that is null.
+// Returns the sums of a line of one channel. Here and below the gradient is also written to `copy`, unless that is
+// null.
 template <typename Gradient, typename S, typename T = Compute<S>>
 [[gnu::flatten]] inline Sums sums_along(const Gradient& gradient, const S* x, T mean, int64_t n, S* copy) {
   VectorSum<T> gradients, products;
@@ -195,7 +196,7 @@ template <typename Gradient, typename S, typename T = Compute<S>>
   return {static_cast<double>(gradients.total()), static_cast<double>(products.total())};
 }
 
-// The same of columns, from lines that have a number of each.
+// Adds up the same sums of columns, from lines that have a number of each.
 template <typename T>
 class ColumnSums {
  public:

@@ -85,7 +85,7 @@ class Partition {
     }
   }
 
-  // body(tile), in any order
+  // Calls body(tile) for all tiles, in any order.
   template <typename Body>
   void for_each_tile(const Body& body) const {
     parallel_for(0, tiles(), grain(tiles()), [&](int64_t first, int64_t last) {
@@ -125,7 +125,7 @@ class Partition {
   static constexpr int64_t kMostParts = 32;                   // of a unit
   static constexpr int64_t kGrainNumbers = int64_t(1) << 14;  // that are worth a thread
 
-  // Of memory, or, where tiles are read again, of units.
+  // The order is that of memory or, where tiles are read again, that of units.
   Tile tile_in_order(int64_t i) const { return once_ ? tile(i % units(), i / units()) : tile(i / parts_, i % parts_); }
 
   void set_blocks(int64_t most_in_line, int64_t numbers) {

@@ -118,7 +118,7 @@ const char* forward(BatchNormParams params, void* workspace, GpuStream stream) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// Of the sums of sets; behind them stand those of groups.
+// The sums of sets take so many bytes; behind them stand those of groups.
 int64_t sums_bytes(const BatchNormParams& params, const BatchNormPlan& plan) {
   return plan.parts * number_of_sets(params) * 2 * real_size(params.dtype);
 }

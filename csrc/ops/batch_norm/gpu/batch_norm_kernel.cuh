@@ -52,7 +52,7 @@ class Walk {
   // How many numbers the members find in each set.
   __device__ __forceinline__ int64_t count() const { return (end_ - part * plan_.part_length) * (kWidth / kSets); }
 
-  // What shares a mean with the set that is `which` after the first.
+  // Returns the group of the set that is `which` after the first.
   __device__ __forceinline__ int64_t group(int which) const {
     return params_.groups == 0 ? channel + which : divide(set + which, params_.channels / params_.groups);
   }
@@ -116,12 +116,12 @@ __device__ __forceinline__ void visit_tiles(const BatchNormParams& params, const
 
 // ---- statistics -----------------------------------------------------------------------------------------------------
 
-// Of `count` numbers: their mean and the sum of the squares of their distances from it.
+// `count` numbers are summed up by their mean and the sum of the squares of their distances from it.
 struct Moments {
   double count, mean, squares;
 };
 
-// The same of kSets sets, as a thread gathers them, chunk by chunk (Chan, Golub and LeVeque).
+// A thread gathers the moments of kSets sets, chunk by chunk (Chan, Golub and LeVeque).
 template <typename Real, int kSets>
 struct Gathered {
   Real count, mean[kSets], squares[kSets];
@@ -230,7 +230,7 @@ struct GroupParts {
   }
 };
 
-// The number `i` of a group, one after the other in no particular order.
+// Returns the number `i` of a group, counted in some fixed order.
 template <typename T>
 __device__ __forceinline__ double number_of_group(const BatchNormParams& params, int64_t group, int64_t i) {
   const int64_t plane = params.height * params.width, which = divide(i, plane), pixel = i - which * plane;
@@ -243,7 +243,7 @@ __device__ __forceinline__ double number_of_group(const BatchNormParams& params,
   return to_real(input[image * stride[0] + channel * stride[1] + y * stride[2] + x * stride[3]]);
 }
 
-// By the members of a tile's slot together.
+// The members of a tile's slot take the moments together.
 template <typename T>
 __device__ __forceinline__ ExtremeMoments extreme_moments_of_group(const BatchNormParams& params, const Tile& tile,
                                                                    int64_t group, int64_t count) {
@@ -318,7 +318,7 @@ __device__ __forceinline__ Statistics<Real> statistics_of(const BatchNormParams&
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// What all numbers of a set are treated with.
+// All numbers of a set are treated with these constants.
 template <typename Real>
 struct SetConstants {
   Statistics<Real> statistics;
