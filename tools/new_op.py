@@ -170,6 +170,10 @@ def shared_substitutions(operator: Operator) -> dict[str, str]:
         + (", int64, int32, int16, int8, uint8 and bool" if operator.takes_integers else ""),
         "formula": " * ".join(argument.name for argument in arguments),
         "constants": "".join(f"{EXAMPLES[argument.type]}, " for argument in operator.constants),
+        # torch finds no kernel for a call without any tensor.
+        "none_case": lines(8, [f'(None, r"^{operator.name}: {tensors[0].name} must be a tensor, but is None$"),'])
+        if len(tensors) > 1
+        else "",
         "flops": str(max(1, len(arguments) - 1)),
         "moved_bytes": str(4 * (len(tensors) + 1)),
     }

@@ -133,7 +133,7 @@ void apply_all(const Params& params, const Formula& formula) {
 template <typename Params, typename Formula>
 void elementwise(const Params& params, const Formula& formula) {
 #if defined(CPU_CAPABILITY_AVX512)
-  __builtin_trap();  // not compiled, as it is never called: see MYVISION_ELEMENTWISE_KERNEL
+  __builtin_trap();  // MYVISION_ELEMENTWISE_KERNEL never picks AVX-512, so nothing is compiled for it
 #else
   visit_dtype<c10::Half, c10::BFloat16, Params::kNumbers>(params.dtype, [&](auto* element) {
     elementwise_detail::apply_all<std::remove_pointer_t<decltype(element)>>(params, formula);

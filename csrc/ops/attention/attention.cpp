@@ -278,27 +278,10 @@ void set_unseen(Tensor& output, Tensor& lse) {
 }
 
 // ------------------------------------------------------------------------------------------------ launch
-void run_forward(const Call& call) {
-#ifdef MYVISION_GPU
-  const GpuScope gpu(call.query);
-  const Tensor workspace =
-      torch::stable::new_empty(call.query, {attention_forward_cuda_workspace(call.params)}, ScalarType::Byte);
-  check_launch("attention", attention_forward_cuda(call.params, workspace.mutable_data_ptr(), gpu.stream()));
-#else
-  attention_forward_cpu(call.params);
-#endif
-}
+void run_forward(const Call& call) { launch("attention", call.query, attention_forward_kernel, call.params); }
 
 void run_backward(const Call& call, const AttentionGradients& gradients) {
-#ifdef MYVISION_GPU
-  const GpuScope gpu(call.query);
-  const int64_t bytes = attention_backward_cuda_workspace(call.params, gradients);
-  const Tensor workspace = torch::stable::new_empty(call.query, {bytes}, ScalarType::Byte);
-  check_launch("attention",
-               attention_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
-#else
-  attention_backward_cpu(call.params, gradients);
-#endif
+  launch("attention", call.query, attention_backward_kernel, call.params, gradients);
 }
 
 // ------------------------------------------------------------------------------------------------ forward

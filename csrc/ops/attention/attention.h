@@ -12,9 +12,9 @@
 #pragma once
 #include <cstdint>
 
-#include "common/cpu_kernel.h"
 #include "common/dtype.h"
 #include "common/host_device.h"
+#include "common/kernel.h"
 #include "common/strided.h"
 
 namespace myvision {
@@ -62,8 +62,8 @@ struct AttentionSequence {
   MYVISION_HOST_DEVICE int64_t shift(const AttentionParams& p) const { return p.bottom_right ? keys - queries : 0; }
 };
 
-MYVISION_CPU_KERNEL(attention, forward, AttentionParams)
-MYVISION_CPU_KERNEL(attention, backward, AttentionParams, AttentionGradients)
+MYVISION_KERNEL_WITH_WORKSPACE(attention, forward, AttentionParams)
+MYVISION_KERNEL_WITH_WORKSPACE(attention, backward, AttentionParams, AttentionGradients)
 
 namespace detail {
 MYVISION_HOST_DEVICE int64_t between(int64_t least, int64_t value, int64_t most) {
@@ -90,13 +90,5 @@ MYVISION_HOST_DEVICE int64_t row_of(const AttentionParams& p, const AttentionSeq
 MYVISION_HOST_DEVICE uint64_t dropout_counter(const AttentionParams& p, int64_t row) {
   return static_cast<uint64_t>(row) * static_cast<uint64_t>((p.keys + 3) / 4);
 }
-
-// Bytes of device memory that the launchers below want as their workspace.
-int64_t attention_forward_cuda_workspace(const AttentionParams& params);
-int64_t attention_backward_cuda_workspace(const AttentionParams& params, const AttentionGradients& gradients);
-// Null, or what went wrong with the launch.
-const char* attention_forward_cuda(const AttentionParams& params, void* workspace, void* stream);
-const char* attention_backward_cuda(const AttentionParams& params, const AttentionGradients& gradients, void* workspace,
-                                    void* stream);
 
 }  // namespace myvision

@@ -82,27 +82,11 @@ std::array<int64_t, 2> statistics_shape(const Call& call) {
 }
 
 // ------------------------------------------------------------------------------------------------ launch
-#ifdef MYVISION_GPU
-void run_forward(const Call& call) {
-  const GpuScope gpu(call.input);
-  const int64_t bytes = batch_norm_forward_cuda_workspace(call.params);
-  const Tensor workspace = torch::stable::new_empty(call.input, {bytes}, ScalarType::Byte);
-  check_launch(call.op, batch_norm_forward_cuda(call.params, workspace.mutable_data_ptr(), gpu.stream()));
-}
+void run_forward(const Call& call) { launch(call.op, call.input, batch_norm_forward_kernel, call.params); }
 
 void run_backward(const Call& call, const BatchNormGradients& gradients) {
-  const GpuScope gpu(call.input);
-  const int64_t bytes = batch_norm_backward_cuda_workspace(call.params, gradients);
-  const Tensor workspace = torch::stable::new_empty(call.input, {bytes}, ScalarType::Byte);
-  check_launch(call.op, batch_norm_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
+  launch(call.op, call.input, batch_norm_backward_kernel, call.params, gradients);
 }
-#else
-void run_forward(const Call& call) { batch_norm_forward_cpu(call.params); }
-
-void run_backward(const Call& call, const BatchNormGradients& gradients) {
-  batch_norm_backward_cpu(call.params, gradients);
-}
-#endif
 
 // ------------------------------------------------------------------------------------------------ forward
 // Writes the statistics where they are defined, or, where they are given, reads them.

@@ -9,9 +9,9 @@
 #include <cstdint>
 
 #include "common/activation.h"
-#include "common/cpu_kernel.h"
 #include "common/dtype.h"
 #include "common/host_device.h"
+#include "common/kernel.h"
 #include "common/strided.h"
 
 namespace myvision {
@@ -56,19 +56,11 @@ struct BatchNormGradients {
   void* sums;
 };
 
-MYVISION_CPU_KERNEL(batch_norm, forward, BatchNormParams)
-MYVISION_CPU_KERNEL(batch_norm, backward, BatchNormParams, BatchNormGradients)
+MYVISION_KERNEL_WITH_WORKSPACE(batch_norm, forward, BatchNormParams)
+MYVISION_KERNEL_WITH_WORKSPACE(batch_norm, backward, BatchNormParams, BatchNormGradients)
 
 MYVISION_HOST_DEVICE int64_t number_of_groups(const BatchNormParams& p) {
   return p.groups == 0 ? p.channels : p.batch * p.groups;
 }
-
-// Bytes of device memory that the launchers below want as their workspace.
-int64_t batch_norm_forward_cuda_workspace(const BatchNormParams& params);
-int64_t batch_norm_backward_cuda_workspace(const BatchNormParams& params, const BatchNormGradients& gradients);
-// They return null, or what went wrong with the launch.
-const char* batch_norm_forward_cuda(const BatchNormParams& params, void* workspace, void* stream);
-const char* batch_norm_backward_cuda(const BatchNormParams& params, const BatchNormGradients& gradients,
-                                     void* workspace, void* stream);
 
 }  // namespace myvision

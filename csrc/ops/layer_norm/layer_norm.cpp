@@ -82,24 +82,10 @@ std::array<int64_t, 2> statistics_shape(const Call& call) {
 }
 
 // ------------------------------------------------------------------------------------------------ launch
-void run_forward(const Call& call) {
-#ifdef MYVISION_GPU
-  const GpuScope gpu(call.input);
-  check_launch(call.op, layer_norm_forward_cuda(call.params, gpu.stream()));
-#else
-  layer_norm_forward_cpu(call.params);
-#endif
-}
+void run_forward(const Call& call) { launch(call.op, call.input, layer_norm_forward_kernel, call.params); }
 
 void run_backward(const Call& call, const LayerNormGradients& gradients) {
-#ifdef MYVISION_GPU
-  const GpuScope gpu(call.input);
-  const int64_t bytes = layer_norm_backward_cuda_workspace(call.params, gradients);
-  const Tensor workspace = torch::stable::new_empty(call.input, {bytes}, ScalarType::Byte);
-  check_launch(call.op, layer_norm_backward_cuda(call.params, gradients, workspace.mutable_data_ptr(), gpu.stream()));
-#else
-  layer_norm_backward_cpu(call.params, gradients);
-#endif
+  launch(call.op, call.input, layer_norm_backward_kernel, call.params, gradients);
 }
 
 // ------------------------------------------------------------------------------------------------ forward

@@ -10,9 +10,9 @@
 #include <cstdint>
 
 #include "common/activation.h"
-#include "common/cpu_kernel.h"
 #include "common/dtype.h"
 #include "common/host_device.h"
+#include "common/kernel.h"
 #include "common/strided.h"
 
 namespace myvision {
@@ -47,16 +47,9 @@ struct LayerNormGradients {
   void* bias;    // Real[channels]
 };
 
-MYVISION_CPU_KERNEL(layer_norm, forward, LayerNormParams)
-MYVISION_CPU_KERNEL(layer_norm, backward, LayerNormParams, LayerNormGradients)
+MYVISION_KERNEL(layer_norm, forward, LayerNormParams)
+MYVISION_KERNEL_WITH_WORKSPACE(layer_norm, backward, LayerNormParams, LayerNormGradients)
 
 MYVISION_HOST_DEVICE int64_t number_of_rows(const LayerNormParams& p) { return p.batch * p.height * p.width; }
-
-// Bytes of device memory that the launcher below wants as its workspace.
-int64_t layer_norm_backward_cuda_workspace(const LayerNormParams& params, const LayerNormGradients& gradients);
-// They return null, or what went wrong with the launch.
-const char* layer_norm_forward_cuda(const LayerNormParams& params, void* stream);
-const char* layer_norm_backward_cuda(const LayerNormParams& params, const LayerNormGradients& gradients,
-                                     void* workspace, void* stream);
 
 }  // namespace myvision

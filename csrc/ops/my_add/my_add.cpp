@@ -8,7 +8,7 @@ namespace {
 
 Tensor my_add(const Tensor& x, const Tensor& y) {
   MyAddParams params;
-  return elementwise("my_add", my_add_forward, params, {{"x", x}, {"y", y}}, /*leader=*/1);
+  return elementwise("my_add", my_add_forward_kernel, params, {{"x", x}, {"y", y}}, /*leader=*/1);
 }
 
 }  // namespace
