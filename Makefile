@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 # torch first: the build needs it. torchvision beside it, so that pip settles on one torch for both.
 BUILD_REQUIREMENTS := "setuptools>=77" "ninja>=1.11" "torch>=2.11" "torchvision>=0.26"
 TEST_JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 WHEEL_DIR ?= dist
 
-.PHONY: help build demo test test-gpu-emulated bench lint wheel asan check-gpu-build clean
+.PHONY: help build demo test test-all test-rest test-gpu-emulated bench lint wheel asan check-gpu-build clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | test-gpu-emulated | build | bench | lint | wheel | asan | check-gpu-build | clean   (each sets up $(VENV) first)"
+	@echo "make demo | test | test-all | test-gpu-emulated | build | bench | lint | wheel | asan | check-gpu-build | clean   (each sets up $(VENV) first)"
 
 $(VENV)/.environment: | check-python
 	$(PYTHON) -m venv $(VENV)
@@ -35,8 +36,17 @@ build: $(VENV)/.environment
 demo: $(VENV)/.with-demo build
 	$(BIN)/python -m myvision demo
 
+# Every kind of test, on a share of each product of types, layouts, options and devices: tests/selection.py.
 test: $(VENV)/.with-test build
-	$(BIN)/python -m pytest -n $(TEST_JOBS)
+	$(PYTEST)
+
+# The whole of each product.
+test-all: $(VENV)/.with-test build
+	$(PYTEST) --all
+
+# What only test-all has.
+test-rest: $(VENV)/.with-test build
+	$(PYTEST) --rest
 
 # The emulated GPU kernels once more: in every order of threads, and under the sanitizers.
 test-gpu-emulated: $(VENV)/.with-test build

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+# Threads that wait sleep instead of spinning: several processes share the cores. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from emulation import EMULATORS, in_place_of_cpu, is_supported
 from helpers import FLOATING_DTYPES, LAYOUTS, available_instruction_sets
+from hypothesis import HealthCheck, settings
 from selection import chosen
+
+# The fixtures of a test are the same for all of its examples.
+HYPOTHESIS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def name_of(value: object) -> str:
@@ -64,9 +73,15 @@ def layout(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=available_instruction_sets())
+def instruction_sets() -> list[Any]:
+    """Those that this machine has. All other tests run with the best."""
+    *weaker, best = available_instruction_sets()
+    return [*weaker, pytest.param(best, marks=pytest.mark.exhaustive)] if weaker else [best]
+
+
+@pytest.fixture(params=instruction_sets())
 def instruction_set(request: pytest.FixtureRequest) -> str:
-    """Each instruction set that this machine has, for helpers.run_python."""
+    """Each instruction set, for helpers.run_python."""
     return request.param
 
 
@@ -81,6 +96,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     share("--rest", action="store_const", dest="share", const="rest", help="what is left out without --all")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("share", max_examples=30, **HYPOTHESIS)
+    settings.register_profile("whole", max_examples=150, **HYPOTHESIS)
+    settings.load_profile("share" if config.option.share == "chosen" else "whole")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what needs a GPU, for `pytest -m gpu`, and leaves out what is not of the share that is asked for."""
     for item in items:
@@ -91,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.share == "all" or named:
         return
     of_share = set(chosen(items))
-    if config.option.share == "rest":
-        of_share = set(items) - of_share
+    if config.option.share == "rest":  # whatever draws examples draws more of them now
+        of_share = {item for item in items if item not in of_share or hasattr(item.obj, "hypothesis")}
     config.hook.pytest_deselected(items=[item for item in items if item not in of_share])
     items[:] = [item for item in items if item in of_share]

@@ -5,7 +5,8 @@ a test function as many are chosen as it takes for every two values that meet in
 holds for each implementation by itself, as the CPU's kernels have no line in common with the GPU's.
 
 A parameter that is a dataclass, such as a case with its options, takes part with each of its fields, and every case is
-run at least once. Numbers and shapes in it count as two values only: the field's default, and another.
+run at least once. Numbers and shapes in it count as two values only: the field's default, and another. What is dear and
+like others that are chosen has the marker `exhaustive`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The share of these items, in their order. It depends on nothing but the items."""
     products: dict[Hashable, list[int]] = {}
     for i, item in enumerate(items):
+        if item.get_closest_marker("exhaustive"):
+            continue
         products.setdefault((item.nodeid.partition("[")[0], implementation(item)), []).append(i)
     kept = (members[j] for members in products.values() for j in cover([meetings(items[i]) for i in members]))
     return [items[i] for i in sorted(kept)]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import CASES, EMPTY, LONG, LONG_MASK, PLAIN, SEED, Case
 from helpers import HALF_DTYPES, assert_as_accurate, num_threads, random_tensor, run_python
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,7 +85,6 @@ cases = st.builds(
 
 
 @given(case=cases)
-@settings(max_examples=100, deadline=None)
 def test_any_options(case: Case) -> None:
     case.check()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from deform_conv2d_cases import CASES, NAMES, Case
 from emulation import EMULATORS
 from helpers import FLOATING_DTYPES, HALF_DTYPES, num_threads, run_python, with_layout
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from myvision.ops import deform_conv2d
@@ -181,11 +181,6 @@ def test_no_output_channels(device: str) -> None:
     assert not any(gradient.any() for gradient in case.gradients(tensors, case.grad_output(device=device)))
 
 
-# The device is the same for all examples.
-many_examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@many_examples
 @given(data=st.data())
 def test_any_geometry(device: str, data: st.DataObject) -> None:
     def pair(low: int, high: int) -> tuple[int, int]:
@@ -216,7 +211,6 @@ def test_any_geometry(device: str, data: st.DataObject) -> None:
         assert error <= 16 * torch.finfo(dtype).eps * max(oracle.abs().max(), 1), name
 
 
-@settings(many_examples, max_examples=30)
 @given(
     orders=st.lists(st.permutations(range(4)), min_size=5, max_size=5),
     steps=st.lists(st.integers(1, 3), min_size=5, max_size=5),

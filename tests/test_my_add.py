@@ -18,7 +18,7 @@ from helpers import (
     run_python,
     with_layout,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -149,7 +149,6 @@ def operands(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return draw(operand(shape, x_dtype)), draw(operand(shape, y_dtype))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensors=operands())
 def test_any_strides(device: str, tensors: tuple[Tensor, Tensor]):
     """Values, dtype and strides are torch.add's; the fake says the same without computing."""

@@ -26,7 +26,7 @@ from helpers import (
     load_script,
     run_python,
 )
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import cpp_extension
@@ -246,7 +246,6 @@ POSITIONS = [0.0, -0.0, 0.25, -0.5, -1.0, -1.5, -2.0, 4.0, 4.5, 4.875, 5.0, 5.5,
 BESIDE_THE_ENDS = np.nextafter(np.float32([-1, -1, 5, 5]), np.float32([-2, 0, 4, 6])).tolist()
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     positions=st.lists(st.floats(width=32) | st.floats(-8, 48, width=32), min_size=1, max_size=40),
     size=st.integers(1, 40),
@@ -288,10 +287,8 @@ def layout_arguments(draw: st.DrawFn) -> dict[str, int]:
 
 
 any_layout = given(arguments=layout_arguments())
-many_examples = settings(max_examples=200, deadline=None)
 
 
-@many_examples
 @any_layout
 def test_blocks_are_the_channels_in_turn(native: ModuleType, arguments: dict[str, int]) -> None:
     layout = native.Layout(*arguments.values())
@@ -308,7 +305,6 @@ def test_blocks_are_the_channels_in_turn(native: ModuleType, arguments: dict[str
     assert next_channel == arguments["channels"]
 
 
-@many_examples
 @any_layout
 def test_units_are_the_blocks_in_turn(native: ModuleType, arguments: dict[str, int]) -> None:
     layout = native.Layout(*arguments.values())
@@ -325,7 +321,6 @@ def test_units_are_the_blocks_in_turn(native: ModuleType, arguments: dict[str, i
     assert next_block == arguments["groups"] * layout.blocks_per_group
 
 
-@many_examples
 @any_layout
 def test_tap_ranges_are_the_taps_in_turn(native: ModuleType, arguments: dict[str, int]) -> None:
     layout = native.Layout(*arguments.values())
@@ -336,7 +331,6 @@ def test_tap_ranges_are_the_taps_in_turn(native: ModuleType, arguments: dict[str
     assert all(1 <= taps.count <= layout.range_taps <= native.MAX_TAPS for taps in ranges)
 
 
-@many_examples
 @any_layout
 def test_columns_of_a_unit_are_bounded(native: ModuleType, arguments: dict[str, int]) -> None:
     """Either about DEPTH of them, or those of a single block of MIN_BLOCK channels."""
@@ -345,7 +339,6 @@ def test_columns_of_a_unit_are_bounded(native: ModuleType, arguments: dict[str, 
     assert columns <= max(native.DEPTH, native.MIN_BLOCK * layout.range_taps)
 
 
-@many_examples
 @given(threads=st.integers(1, 64), eights=st.integers(1, 8), taps=st.integers(1, 49))
 def test_channels_that_suffice_give_every_thread_a_unit(
     native: ModuleType, threads: int, eights: int, taps: int
@@ -354,7 +347,6 @@ def test_channels_that_suffice_give_every_thread_a_unit(
     assert layout.units >= threads
 
 
-@many_examples
 @any_layout
 def test_points_outside_have_only_the_border_around_them(native: ModuleType, arguments: dict[str, int]) -> None:
     layout = native.Layout(*arguments.values())
@@ -367,7 +359,6 @@ def test_points_outside_have_only_the_border_around_them(native: ModuleType, arg
     assert min(first_corners) == 0
 
 
-@many_examples
 @given(height=st.integers(1, 200), width=st.integers(1, 200), most_pixels=st.integers(32, 128))
 def test_tiles_cover_every_output_once(native: ModuleType, height: int, width: int, most_pixels: int) -> None:
     tiling = native.Tiling(height, width, most_pixels)

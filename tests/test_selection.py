@@ -11,8 +11,12 @@ from typing import Any
 from selection import chosen, implementation, meetings
 
 
-def item(**parameters: Any) -> Any:
-    return SimpleNamespace(nodeid=f"test_it[{parameters}]", callspec=SimpleNamespace(params=parameters))
+def item(*markers: str, **parameters: Any) -> Any:
+    return SimpleNamespace(
+        nodeid=f"test_it[{parameters}]",
+        callspec=SimpleNamespace(params=parameters),
+        get_closest_marker=lambda name: name in markers,
+    )
 
 
 def product(**values: Sequence[Any]) -> list[Any]:
@@ -49,5 +53,10 @@ def test_a_case_counts_by_its_fields() -> None:
 
 
 def test_what_has_no_parameters_is_chosen() -> None:
-    alone = SimpleNamespace(nodeid="test_it")
+    alone = item()
     assert chosen([alone]) == [alone]
+
+
+def test_what_is_exhaustive_is_left_out() -> None:
+    items = [item("exhaustive", opset=18), item(opset=20)]
+    assert chosen(items) == items[1:]

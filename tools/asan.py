@@ -49,7 +49,7 @@ def main() -> None:
     # Of the C++ runtime exceptions are watched, so it has to be there before Python. Python itself has leaks.
     environment = sanitizer.environment("libasan.so", "libstdc++.so", ASAN_OPTIONS="detect_leaks=0")
     # AddressSanitizer writes its report to the process's own standard error.
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-k", SELECTED, *TESTS]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--all", "--capture=sys", "-k", SELECTED, *TESTS]
     for name in instruction_sets(environment):
         print(f"asan: {name}", flush=True)
         result = subprocess.run(pytest, cwd=BUILD, env=environment | {"ATEN_CPU_CAPABILITY": name})

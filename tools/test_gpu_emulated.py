@@ -22,7 +22,7 @@ ORDERS = {
     "warp": {"SIMT_ORDER": "warp", "SIMT_SEED": "1"},
 }
 SANITIZERS = ["address", "thread"]
-# `make test` has run all of it; large sums and the many calls of gradcheck add nothing here but time.
+# `make test-all` has run all of it; large sums and the many calls of gradcheck add nothing here but time.
 # Of the norms and of attention, whose tests are many, those of their kernels' ways, and every norm once.
 NORMS = "norm_kernels or (matches_the_oracle and float32 and channels_last)"
 ATTENTION = "attention_gpu and bfloat16 and (tensor_cores or split)"
@@ -44,7 +44,8 @@ def sanitized(name: str) -> dict[str, str]:
 def run(name: str) -> None:
     environment = os.environ | ORDERS[name] if name in ORDERS else sanitized(name)
     # Sanitizers write to the process's own standard error.
-    command = [sys.executable, "-m", "pytest", "-q", "-n", JOBS, "--capture=sys", "-k", SELECTED, "tests"]
+    options = ["-q", "--all", "-n", JOBS, "--capture=sys", "-k", SELECTED]
+    command = [sys.executable, "-m", "pytest", *options, "tests"]
     start = time.monotonic()
     if subprocess.run(command, cwd=ROOT, env=environment).returncode:
         sys.exit(f"emulated GPU: the tests failed: {name}")
