@@ -13,7 +13,7 @@ from helpers import random_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from myvision.nn import BatchNorm2d, SyncBatchNorm
+from myvision.nn import BatchNorm2d, BatchNormAct2d, SyncBatchNorm, SyncBatchNormAct
 
 WORLD = 2
 BATCHES = {"even": (3, 3), "uneven": (1, 4), "one value each": (1, 1), "empty": (0, 4), "empty last": (4, 0)}
@@ -27,7 +27,7 @@ class Model(nn.Module):
     def __init__(self, activation: str | None, options: dict[str, Any]) -> None:
         super().__init__()
         self.mix = nn.Parameter(random_tensor(6, 6, seed=3))
-        self.norm = BatchNorm2d(6, activation=activation, **options)
+        self.norm = BatchNormAct2d(6, activation=activation, **options) if activation else BatchNorm2d(6, **options)
         if self.norm.affine:
             nn.init.normal_(self.norm.weight, 1.0, 0.2, generator=torch.Generator().manual_seed(1))
             nn.init.normal_(self.norm.bias, 0.0, 0.2, generator=torch.Generator().manual_seed(2))
@@ -145,7 +145,7 @@ def _alone(rank: int, directory: str) -> None:
     assert empty.shape == (0, 6, 4)
     assert torch.equal(norm.running_mean, before)  # every batch is empty
 
-    norm = SyncBatchNorm(6, activation="relu")
+    norm = SyncBatchNormAct(6)
     channels_last = random_tensor(2, 6, 3, 4, seed=rank).contiguous(memory_format=torch.channels_last)
     output = norm(channels_last)
     assert output.is_contiguous(memory_format=torch.channels_last)
@@ -174,7 +174,7 @@ def test_groups_empty_batches_layouts_and_second_derivatives(tmp_path: Path) -> 
 def test_without_processes_it_is_a_batch_norm() -> None:
     assert not dist.is_initialized()
     x = random_tensor(3, 6, 4)
-    torch.testing.assert_close(SyncBatchNorm(6, activation="relu")(x), nn.BatchNorm1d(6)(x).relu())
+    torch.testing.assert_close(SyncBatchNormAct(6)(x), nn.BatchNorm1d(6)(x).relu())
     with pytest.raises(ValueError, match="at least 2D"):
         SyncBatchNorm(6)(torch.ones(6))
     with pytest.raises(ValueError, match="non-zero"):

@@ -271,11 +271,11 @@ def test_hooks_and_replaced_modules(norm_first: bool, hooked: list[str]) -> None
         layer(x)
     assert len(seen[module]) == 2
     torch.testing.assert_close(seen[module], seen[theirs])
-    for replaced in (nn.RMSNorm(WIDTH).double(), ours.LayerNorm(WIDTH, activation="relu").double(), nn.Identity()):
+    for replaced in (nn.RMSNorm(WIDTH).double(), ours.LayerNormAct(WIDTH).double(), nn.Identity()):
         module, theirs = pair("TransformerEncoderLayer", norm_first=norm_first)
         plain = nn.Sequential(nn.LayerNorm(WIDTH).double(), nn.ReLU())
         module.norm1 = module.norm2 = replaced
-        theirs.norm1 = theirs.norm2 = plain if isinstance(replaced, ours.LayerNorm) else replaced
+        theirs.norm1 = theirs.norm2 = plain if isinstance(replaced, ours.LayerNormAct) else replaced
         torch.testing.assert_close(module(x), theirs(x))
 
 

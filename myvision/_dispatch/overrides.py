@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from myvision._dispatch.nested import is_nested
@@ -29,3 +31,8 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def is_observed(tensor: Tensor) -> bool:
+    """Whether someone may have kept the tensor that an operator has just returned: a mode of torch, or its own class."""
+    return type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0

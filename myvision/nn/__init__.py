@@ -8,20 +8,34 @@ from typing import TYPE_CHECKING, Any
 from myvision.nn.add_layer_norm import AddLayerNorm
 from myvision.nn.add_rms_norm import AddRMSNorm
 from myvision.nn.attention import KeyValueCache, MultiheadAttention
-from myvision.nn.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
-from myvision.nn.group_norm import GroupNorm
-from myvision.nn.instance_norm import InstanceNorm1d, InstanceNorm2d, InstanceNorm3d
-from myvision.nn.layer_norm import LayerNorm
+from myvision.nn.batch_norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    BatchNormAct1d,
+    BatchNormAct2d,
+    BatchNormAct3d,
+)
+from myvision.nn.group_norm import GroupNorm, GroupNormAct
+from myvision.nn.instance_norm import (
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    InstanceNormAct1d,
+    InstanceNormAct2d,
+    InstanceNormAct3d,
+)
+from myvision.nn.layer_norm import LayerNorm, LayerNorm2d, LayerNormAct
 from myvision.nn.my_add import MyAdd
-from myvision.nn.rms_norm import RMSNorm
-from myvision.nn.sync_batch_norm import SyncBatchNorm
+from myvision.nn.rms_norm import RMSNorm, RMSNorm2d, RMSNormAct
+from myvision.nn.sync_batch_norm import SyncBatchNorm, SyncBatchNormAct
 from myvision.nn.transformer import Transformer
 from myvision.nn.transformer_decoder import TransformerDecoder, TransformerDecoderLayer
 from myvision.nn.transformer_encoder import TransformerEncoder, TransformerEncoderLayer
 
 if TYPE_CHECKING:
     from myvision.nn.deform_conv2d import DeformConv2d, DeformConv2dPack
-    from myvision.nn.frozen_batch_norm import FrozenBatchNorm2d
+    from myvision.nn.frozen_batch_norm import FrozenBatchNorm2d, FrozenBatchNormAct2d
 
 __all__ = [
     "AddLayerNorm",
@@ -29,19 +43,32 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "BatchNormAct1d",
+    "BatchNormAct2d",
+    "BatchNormAct3d",
     "DeformConv2d",
     "DeformConv2dPack",
     "FrozenBatchNorm2d",
+    "FrozenBatchNormAct2d",
     "GroupNorm",
+    "GroupNormAct",
     "InstanceNorm1d",
     "InstanceNorm2d",
     "InstanceNorm3d",
+    "InstanceNormAct1d",
+    "InstanceNormAct2d",
+    "InstanceNormAct3d",
     "KeyValueCache",
     "LayerNorm",
+    "LayerNorm2d",
+    "LayerNormAct",
     "MultiheadAttention",
     "MyAdd",
     "RMSNorm",
+    "RMSNorm2d",
+    "RMSNormAct",
     "SyncBatchNorm",
+    "SyncBatchNormAct",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",
@@ -53,6 +80,7 @@ _SUBCLASSES_OF_TORCHVISION = {
     "DeformConv2d": "deform_conv2d",
     "DeformConv2dPack": "deform_conv2d",
     "FrozenBatchNorm2d": "frozen_batch_norm",
+    "FrozenBatchNormAct2d": "frozen_batch_norm",
 }
 
 

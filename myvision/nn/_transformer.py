@@ -5,48 +5,73 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from myvision._dispatch.overrides import is_observed
+from myvision.nn._leaf import Leaf
 from myvision.nn.attention import MultiheadAttention
 from myvision.nn.layer_norm import LayerNorm
 from myvision.ops.add_layer_norm import add_layer_norm
 
 
-def use_fused_modules(layer: nn.Module) -> None:
-    """Puts myvision's modules where torch's constructor put its own, with the parameters that it drew."""
-    for name, module in list(layer.named_children()):
-        if type(module) is nn.MultiheadAttention:
-            module.__class__ = MultiheadAttention
-        elif type(module) is nn.LayerNorm:
-            place: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
-            setattr(layer, name, LayerNorm(module.normalized_shape, module.eps, bias=module.bias is not None, **place))
+class TransformerLayer(Leaf):
+    """A base to stand before torch's encoder or decoder layer."""
+
+    def _use_fused_modules(self) -> None:
+        """Makes myvision's modules of those that torch's constructor put in, with the parameters that it drew."""
+        for module in self.children():  # type: ignore[attr-defined]
+            if type(module) is nn.MultiheadAttention:
+                module.__class__ = MultiheadAttention
+            elif type(module) is nn.LayerNorm:
+                module.__class__ = LayerNorm
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copied or an unpickled layer.
+
+        torch's own puts ReLU before an activation that is a module, as modules do not stand in the state itself.
+        """
+        nn.Module.__setstate__(self, state)  # type: ignore[arg-type]
+        if not hasattr(self, "activation"):
+            self.activation = F.relu
+
+    def _overrides(self, name: str) -> bool:
+        """Whether a block of torch's layer was replaced, by a subclass or on the instance: then it must be called."""
+        torchs = next(base for base in type(self).__mro__ if base.__module__.startswith("torch.nn."))
+        return name in self.__dict__ or getattr(type(self), name) is not getattr(torchs, name)
+
+    def _fed_forward(self, x: Tensor, dropout: nn.Module) -> tuple[Tensor, nn.Module | None]:
+        """The network behind the attention, and the dropout that is still to come."""
+        layer: Any = self
+        if self._overrides("_ff_block"):
+            return layer._ff_block(x), None
+        return layer.linear2(layer.dropout(_activated(layer, layer.linear1(x)))), dropout
 
 
-def add_norm(branch: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm(branch: Tensor, dropout: nn.Module | None, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """``(norm(sum), sum)`` of ``sum = residual + dropout(branch)``: one pass where both modules are the usual ones."""
-    if type(dropout) is nn.Dropout and type(norm) is LayerNorm and _is_plain(norm) and not _has_hooks(dropout):
+    if type(norm) is LayerNorm and type(dropout) is nn.Dropout and _may_fuse(branch, dropout, norm):
         affine = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         return add_layer_norm(branch, residual, *affine, dropout.p, dropout.training)
-    sum = residual + dropout(branch)
+    sum = add(branch, dropout, residual)
     return norm(sum), sum
 
 
-def feed_forward(layer: Any, x: Tensor) -> Tensor:
-    """The network behind the attention of an encoder or decoder layer."""
-    hidden = layer.linear1(x)
-    if layer.activation is F.relu and type(layer.linear1) is nn.Linear and not _has_hooks(layer.linear1):
-        hidden = hidden.relu_()  # new memory of this size costs more than the arithmetic, and no one else has it
-    else:
-        hidden = layer.activation(hidden)
-    return layer.linear2(layer.dropout(hidden))
+def add(branch: Tensor, dropout: nn.Module | None, residual: Tensor) -> Tensor:
+    return residual + (branch if dropout is None else dropout(branch))
 
 
-def _is_plain(norm: LayerNorm) -> bool:
-    return norm.activation is None and norm.channels == "last" and not _has_hooks(norm)
+def _may_fuse(branch: Tensor, *modules: nn.Module) -> bool:
+    return not isinstance(branch, fx.Proxy) and not any(map(_is_replaced, modules))
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Only a call of the module itself would run them."""
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether only a call of the module does all it does: it has hooks, or a ``forward`` of its own on the instance."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(len(registered) > 0 for registered in hooks) or bool(_has_any_global_hook())
+    return "forward" in module.__dict__ or any(map(len, hooks)) or bool(_has_any_global_hook())
+
+
+def _activated(layer: Any, hidden: Tensor) -> Tensor:
+    """In place where no one can have kept what the first linear layer returned: new memory costs more than ReLU."""
+    is_own = type(layer.linear1) is nn.Linear and not _is_replaced(layer.linear1) and not is_observed(hidden)
+    return hidden.relu_() if is_own and layer.activation is F.relu else layer.activation(hidden)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor, nn
 
-from myvision.nn._dropout import DropsInput
+from myvision.nn._add_norm import AddNorm
 from myvision.ops.add_layer_norm import add_layer_norm
 
 
-class AddLayerNorm(DropsInput, nn.LayerNorm):
+class AddLayerNorm(AddNorm, nn.LayerNorm):
     """The step between two branches of a transformer, see :func:`myvision.ops.add_layer_norm`.
 
     ``sum = dropout(input) + residual`` goes on as the residual, ``norm(sum)`` into the next branch. Parameters and
@@ -34,6 +37,20 @@ class AddLayerNorm(DropsInput, nn.LayerNorm):
         >>> branch, stream = torch.rand(2, 197, 768), torch.rand(2, 197, 768)
         >>> normalised, stream = layer(branch, stream)
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        dropout_p: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._set_dropout(dropout_p)
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return add_layer_norm(

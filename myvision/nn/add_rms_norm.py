@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor, nn
 
-from myvision.nn._dropout import DropsInput
+from myvision.nn._add_norm import AddNorm
 from myvision.ops.add_rms_norm import add_rms_norm
 
 
-class AddRMSNorm(DropsInput, nn.RMSNorm):
+class AddRMSNorm(AddNorm, nn.RMSNorm):
     """The step between two branches of a transformer, see :func:`myvision.ops.add_rms_norm`.
 
     ``sum = dropout(x) + residual`` goes on as the residual, ``norm(sum)`` into the next branch. Parameters and
@@ -34,6 +37,19 @@ class AddRMSNorm(DropsInput, nn.RMSNorm):
         >>> branch, stream = torch.rand(2, 197, 768), torch.rand(2, 197, 768)
         >>> normalised, stream = layer(branch, stream)
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        dropout_p: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self._set_dropout(dropout_p)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, self.dropout_p, self.training)

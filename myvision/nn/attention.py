@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myvision._checks import check_tensor
+from myvision.nn._leaf import Leaf
 from myvision.nn._masks import check_mask, check_mask_dtype, merge_masks
 from myvision.ops.attention import Alignment, scaled_dot_product_attention
 
@@ -43,7 +44,7 @@ class KeyValueCache:
         return key, value
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(Leaf, nn.MultiheadAttention):
     """Multi-head attention by the fused kernel of :func:`myvision.ops.scaled_dot_product_attention`.
 
     A ``torch.nn.MultiheadAttention`` in constructor, parameters, ``state_dict`` and arguments, with the same results in

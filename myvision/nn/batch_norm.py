@@ -2,78 +2,130 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
+from torch.nn.modules.batchnorm import _NormBase
 
-from myvision.nn._fused import FusedActivation
+from myvision.nn._norm import Norm, NormAct, constants
 from myvision.ops.batch_norm import batch_norm
 
 
-class _BatchNorm(FusedActivation, nn.modules.batchnorm._BatchNorm):
+class BatchNormForward(Norm):
+    """The call of every batch norm. Statistics and the number of batches move only where the operator succeeded."""
+
+    __constants__: ClassVar = constants(_NormBase)
+
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        if not isinstance(input, torch.fx.Proxy):  # which has no dimensions yet
-            self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        tracks = self.training and self.track_running_stats
-        mean, var = (self.running_mean, self.running_var) if tracks or not self.training else (None, None)
-        batches = self.num_batches_tracked
-        if tracks and batches is not None:
-            batches.add_(1)
-            if self.momentum is None and mean is not None and var is not None:
-                return self._normalise_and_average(input, residual, mean, var, batches)
-        return self._normalise(input, residual, mean, var, self.momentum or 0.0)
-
-    def _normalise_and_average(
-        self, input: Tensor, residual: Tensor | None, mean: Tensor, var: Tensor, batches: Tensor
-    ) -> Tensor:
-        """The running statistics become the mean of those of all batches.
-
-        The share of this batch stays a tensor: a number would have a GPU wait, and break a compiled graph.
-        """
+        self._check_input_dim(input)
+        mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        momentum = self.momentum
+        if not self.training:
+            return self._normalise(input, residual, mean, var, 0.0)
+        if not self.track_running_stats:
+            return self._normalise(input, residual, None, None, 0.0)
+        if momentum is not None:
+            output = self._normalise(input, residual, mean, var, momentum)
+            if batches is not None:
+                batches.add_(1)
+            return output
+        if batches is None or mean is None or var is None:
+            return self._normalise(input, residual, mean, var, 0.0)
         new_mean, new_var = mean.clone(), var.clone()
-        output = self._normalise(input, residual, new_mean, new_var, momentum=1.0)
-        for running, new in ((mean, new_mean), (var, new_var)):
-            running.lerp_(new, 1 / batches.to(running.dtype))
+        output = self._normalise(input, residual, new_mean, new_var, 1.0)
+        batches.add_(1)
+        # The share of this batch stays a tensor: a number would have a GPU wait, and break a compiled graph.
+        share = 1 / batches.to(mean.dtype)
+        mean.lerp_(new_mean, share)
+        var.lerp_(new_var, share)
         return output
 
     def _normalise(
         self, input: Tensor, residual: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float
     ) -> Tensor:
-        return batch_norm(
-            input,
-            mean,
-            var,
-            self.weight,
-            self.bias,
-            self.training or (mean is None and var is None),
-            momentum,
-            self.eps,
-            residual=residual,
-            activation=self.activation,
-            negative_slope=self.negative_slope,
-        )
+        training = self.training or (mean is None and var is None)
+        if not is_scripting():
+            return batch_norm(
+                input,
+                mean,
+                var,
+                self.weight,
+                self.bias,
+                training,
+                momentum,
+                self.eps,
+                residual=residual,
+                activation=self.activation,
+                negative_slope=self.negative_slope,
+            )
+        elif training and mean is not None and var is not None:  # noqa: RET505  TorchScript compiles what follows
+            return torch.ops.myvision.batch_norm(
+                input,
+                mean,
+                var,
+                self.weight,
+                self.bias,
+                residual,
+                momentum,
+                self.eps,
+                self.activation,
+                self.negative_slope,
+            )
+        else:
+            return torch.ops.myvision.batch_norm(
+                input,
+                mean,
+                var,
+                self.weight,
+                self.bias,
+                residual,
+                self.eps,
+                self.activation,
+                self.negative_slope,
+            )
 
 
-class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """A ``torch.nn.BatchNorm1d`` with an activation of its own: see :class:`BatchNorm2d`.
+class BatchNormAct(NormAct, BatchNormForward, _NormBase):
+    """What batch norms with an activation share: the constructor."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        activation: str | None = "relu",
+        negative_slope: float = 0.01,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._set_activation(activation, negative_slope)
+
+
+class BatchNorm1d(BatchNormForward, nn.BatchNorm1d):
+    """A ``torch.nn.BatchNorm1d``: see :class:`BatchNorm2d`.
 
     Shape:
         - input, residual, output: ``[batch, num_features]`` or ``[batch, num_features, length]``.
     """
 
 
-class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """Batch normalisation, see :func:`myvision.ops.batch_norm`: ``activation(norm(input) + residual)`` in one pass.
+class BatchNorm2d(BatchNormForward, nn.BatchNorm2d):
+    """Batch normalisation, see :func:`myvision.ops.batch_norm`: ``norm(input) + residual`` in one pass.
 
     A ``torch.nn.BatchNorm2d`` in every other respect: parameters, buffers, ``state_dict`` and what training and
-    evaluation do with them. Utilities of torch that would drop the activation, such as
-    ``torch.nn.utils.fusion.fuse_conv_bn_eval``, raise; ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` does too, and
-    :meth:`SyncBatchNorm.convert_sync_batchnorm` keeps it.
+    evaluation do with them. With an activation it is :class:`BatchNormAct2d`.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``torch.nn.BatchNorm2d``.
-        activation: ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"hardswish"`` or None.
-            Default: None.
-        negative_slope: of ``"leaky_relu"``. Default: 0.01.
 
     Shape:
         - input: ``[batch, num_features, height, width]``.
@@ -81,14 +133,15 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
         - output: as input.
 
     Raises:
-        ValueError: no such activation, an input without 4 dimensions, or one value per channel in training.
-        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+        ValueError: in the call, for an input without 4 dimensions, or one value per channel in training.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together. Running statistics and the
+            number of batches then stay as they are.
 
     Example::
 
         >>> import torch
         >>> from myvision.nn import BatchNorm2d
-        >>> layer = BatchNorm2d(8, activation="relu")
+        >>> layer = BatchNorm2d(8)
         >>> x = torch.rand(2, 8, 16, 16)
         >>> layer(x, residual=x).shape
         torch.Size([2, 8, 16, 16])
@@ -98,9 +151,64 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """
 
 
-class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """A ``torch.nn.BatchNorm3d`` with an activation of its own: see :class:`BatchNorm2d`.
+class BatchNorm3d(BatchNormForward, nn.BatchNorm3d):
+    """A ``torch.nn.BatchNorm3d``: see :class:`BatchNorm2d`.
 
     Shape:
         - input, residual, output: ``[batch, num_features, depth, height, width]``.
     """
+
+
+class BatchNormAct1d(BatchNormAct):
+    """A :class:`BatchNorm1d` with an activation: see :class:`BatchNormAct2d`.
+
+    Shape:
+        - input, residual, output: ``[batch, num_features]`` or ``[batch, num_features, length]``.
+    """
+
+    _check_input_dim = nn.BatchNorm1d._check_input_dim
+
+
+class BatchNormAct2d(BatchNormAct):
+    """Batch normalisation with an activation: ``activation(norm(input) + residual)`` in one pass.
+
+    Parameters, buffers and ``state_dict`` are those of ``torch.nn.BatchNorm2d``. It is no subclass of it, so utilities
+    of torch that replace batch norms or fold them into convolutions leave it whole, and so does
+    ``torch.optim.swa_utils.update_bn``; :meth:`SyncBatchNorm.convert_sync_batchnorm` converts it.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in ``torch.nn.BatchNorm2d``.
+        activation: ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"hardswish"`` or None.
+            Default: ``"relu"``.
+        negative_slope: of ``"leaky_relu"``. Default: 0.01.
+
+    Shape:
+        - input: ``[batch, num_features, height, width]``.
+        - residual: as input, or None. Default: None.
+        - output: as input.
+
+    Raises:
+        ValueError: no such activation; in the call as :class:`BatchNorm2d`.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import BatchNormAct2d
+        >>> layer = BatchNormAct2d(8, activation="silu")
+        >>> x = torch.rand(2, 8, 16, 16)
+        >>> layer(x, residual=x).shape
+        torch.Size([2, 8, 16, 16])
+    """
+
+    _check_input_dim = nn.BatchNorm2d._check_input_dim
+
+
+class BatchNormAct3d(BatchNormAct):
+    """A :class:`BatchNorm3d` with an activation: see :class:`BatchNormAct2d`.
+
+    Shape:
+        - input, residual, output: ``[batch, num_features, depth, height, width]``.
+    """
+
+    _check_input_dim = nn.BatchNorm3d._check_input_dim

@@ -1,34 +1,123 @@
-"""Layer normalisation as a module."""
+"""Layer normalisation as modules."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
-from myvision.nn._channels import NormalisesChannels
-from myvision.nn._fused import FusedActivation
+import torch
+from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
+
+from myvision.nn._norm import Norm, NormAct, constants, make_affine
+from myvision.ops._layer_norm import as_shape
 from myvision.ops.layer_norm import layer_norm
 
 
-class LayerNorm(FusedActivation, NormalisesChannels, nn.LayerNorm):
-    """Layer normalisation, see :func:`myvision.ops.layer_norm`: ``activation(norm(input) + residual)`` in one pass.
+class LayerNormForward(Norm):
+    """The call of a layer norm."""
 
-    A ``torch.nn.LayerNorm`` in every other respect.
+    __constants__: ClassVar = [*constants(nn.LayerNorm), "channels"]
+
+    channels: Literal["first", "last"] = "last"
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        if not is_scripting():
+            return layer_norm(
+                input,
+                self.normalized_shape,
+                self.weight,
+                self.bias,
+                self.eps,
+                residual=residual,
+                activation=self.activation,
+                negative_slope=self.negative_slope,
+                channels=self.channels,
+            )
+        else:  # noqa: RET505  TorchScript compiles what follows
+            return torch.ops.myvision.layer_norm(
+                input,
+                self.normalized_shape,
+                self.weight,
+                self.bias,
+                residual,
+                self.channels == "first",
+                self.eps,
+                self.activation,
+                self.negative_slope,
+            )
+
+
+class LayerNormAct(NormAct, LayerNormForward, nn.Module):
+    """Layer normalisation with an activation: ``activation(norm(input) + residual)`` in one pass.
+
+    Parameters and ``state_dict`` are those of ``torch.nn.LayerNorm``, of which it is no subclass.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
-        channels: ``"last"`` to normalise over the last dimensions, ``"first"`` over dimension 1, as of images
-            ``[batch, channels, height, width]``. Default: ``"last"``.
         activation: ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"hardswish"`` or None.
-            Default: None.
+            Default: ``"relu"``.
         negative_slope: of ``"leaky_relu"``. Default: 0.01.
 
     Shape:
-        - input: ``[..., *normalized_shape]``, or ``[batch, normalized_shape, ...]`` with ``channels="first"``.
+        - input: ``[..., *normalized_shape]``.
         - residual: as input, or None. Default: None.
         - output: as input.
 
     Raises:
-        ValueError: no such activation or channels, or ``channels="first"`` with several dimensions.
+        ValueError: no such activation.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import LayerNormAct
+        >>> LayerNormAct(768, activation="gelu")(torch.rand(2, 197, 768)).shape
+        torch.Size([2, 197, 768])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | None = "relu",
+        negative_slope: float = 0.01,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = tuple(as_shape(normalized_shape))
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        make_affine(self, self.normalized_shape, elementwise_affine, elementwise_affine and bias, device, dtype)
+        self.reset_parameters()
+        self._set_activation(activation, negative_slope)
+
+    def reset_parameters(self) -> None:
+        nn.LayerNorm.reset_parameters(self)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return nn.LayerNorm.extra_repr(self) + self._activation_repr()  # type: ignore[arg-type]
+
+
+class LayerNorm(LayerNormForward, nn.LayerNorm):
+    """Layer normalisation, see :func:`myvision.ops.layer_norm`: ``norm(input) + residual`` in one pass.
+
+    A ``torch.nn.LayerNorm`` in every other respect. With an activation it is :class:`LayerNormAct`, over the
+    channels of images :class:`LayerNorm2d`.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
+
+    Shape:
+        - input: ``[..., *normalized_shape]``.
+        - residual: as input, or None. Default: None.
+        - output: as input.
+
+    Raises:
         RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
 
     Example::
@@ -37,21 +126,55 @@ class LayerNorm(FusedActivation, NormalisesChannels, nn.LayerNorm):
         >>> from myvision.nn import LayerNorm
         >>> LayerNorm(768)(torch.rand(2, 197, 768)).shape
         torch.Size([2, 197, 768])
-        >>> LayerNorm(8, channels="first", activation="gelu")(torch.rand(2, 8, 16, 16)).shape
-        torch.Size([2, 8, 16, 16])
 
     Paper: `Layer Normalization <https://arxiv.org/abs/1607.06450>`_.
     """
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            residual=residual,
-            activation=self.activation,
-            negative_slope=self.negative_slope,
-            channels=self.channels,
-        )
+
+class LayerNorm2d(LayerNormAct):
+    """Layer normalisation of images over their channels, for each pixel, in whatever layout they lie in memory.
+
+    It computes ``activation(norm(input) + residual)`` in one pass. Parameters and ``state_dict`` are those of
+    ``torch.nn.LayerNorm``, of which it is no subclass.
+
+    Args:
+        num_channels: how many channels there are.
+        eps, elementwise_affine, bias, device, dtype: as in ``torch.nn.LayerNorm``.
+        activation: ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"hardswish"`` or None.
+            Default: None.
+        negative_slope: of ``"leaky_relu"``. Default: 0.01.
+
+    Shape:
+        - input: ``[batch, num_channels, height, width]``, or any other number of dimensions after the channels.
+        - residual: as input, or None. Default: None.
+        - output: as input.
+
+    Raises:
+        ValueError: no such activation.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import LayerNorm2d
+        >>> LayerNorm2d(8)(torch.rand(2, 8, 16, 16)).shape
+        torch.Size([2, 8, 16, 16])
+    """
+
+    channels = "first"
+    activation = None
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | None = None,
+        negative_slope: float = 0.01,
+    ) -> None:
+        options: dict[str, Any] = {"activation": activation, "negative_slope": negative_slope}
+        super().__init__((num_channels,), eps, elementwise_affine, bias, device, dtype, **options)

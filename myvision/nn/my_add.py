@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from myvision.nn._leaf import Leaf
 from myvision.ops.my_add import my_add
 
 
-class MyAdd(nn.Module):
+class MyAdd(Leaf, nn.Module):
     """Computes ``2 * x + y``: :func:`myvision.ops.my_add` as a module without parameters.
 
     Shape:
@@ -19,6 +20,9 @@ class MyAdd(nn.Module):
         tensor([[2., 2., 2.],
                 [2., 2., 2.]])
     """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return my_add(x, y)

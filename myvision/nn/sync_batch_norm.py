@@ -9,58 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from myvision.nn.batch_norm import _BatchNorm
+from myvision._dispatch.distributed import accept_on_cpu
+from myvision.nn.batch_norm import BatchNormAct, BatchNormForward
 from myvision.ops._norm import real_dtype
 
 Group = Any  # a process group; torch.distributed has the type only where it was built
 
 
-class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation with the statistics of the batches of all processes: ``activation(norm(input) + residual)``.
-
-    A ``torch.nn.SyncBatchNorm`` that also works on the CPU, over gloo. It is no subclass of it, as
-    ``DistributedDataParallel`` would refuse it there. Batches may be of different sizes, and empty. Processes exchange
-    means, variances and counts in float64, and merge them in the order of their ranks.
-
-    Args:
-        num_features, eps, momentum, affine, track_running_stats, process_group, device, dtype, bias: as in
-            ``torch.nn.SyncBatchNorm``.
-        activation: ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"hardswish"`` or None.
-            Default: None.
-        negative_slope: of ``"leaky_relu"``. Default: 0.01.
-
-    Shape:
-        - input: ``[batch, num_features, ...]``.
-        - residual: as input, or None. Default: None.
-        - output: as input.
-
-    Raises:
-        ValueError: no such activation, an input of less than 2 dimensions or without channels, or one value per channel
-            in training without other processes.
-        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
-
-    Example::
-
-        >>> import torch
-        >>> from myvision.nn import BatchNorm2d, SyncBatchNorm
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), BatchNorm2d(8, activation="relu"))
-        >>> SyncBatchNorm.convert_sync_batchnorm(model)[1].activation
-        'relu'
-    """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: Group | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, *args, **kwargs)
-        self.process_group = process_group
+class _Synchronises(BatchNormForward):
+    """The call of a batch norm whose statistics are those of the batches of all processes."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -77,9 +34,7 @@ class SyncBatchNorm(_BatchNorm):
         if residual is not None and torch.is_autocast_enabled(input.device.type):
             residual = residual.to(input.dtype)
         moments = _Moments.of(input.detach(), group)
-        if mean is not None and var is not None:
-            moments.update_(mean, var, momentum)
-        return _Normalise.apply(
+        output = _Normalise.apply(
             input,
             self.weight,
             self.bias,
@@ -90,6 +45,9 @@ class SyncBatchNorm(_BatchNorm):
             self.activation,
             self.negative_slope,
         )
+        if mean is not None and var is not None:
+            moments.update_(mean, var, momentum)
+        return output
 
     def _group_to_synchronise(self) -> Group | None:
         """None in evaluation, and where there is no other process."""
@@ -98,9 +56,89 @@ class SyncBatchNorm(_BatchNorm):
         group = self.process_group or dist.group.WORLD
         return group if dist.get_world_size(group) > 1 else None
 
+
+class SyncBatchNormAct(_Synchronises, BatchNormAct):
+    """A :class:`SyncBatchNorm` with an activation: ``activation(norm(input) + residual)``.
+
+    Parameters, buffers and ``state_dict`` are those of ``torch.nn.SyncBatchNorm``, of which it is no subclass.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, process_group, device, dtype, bias: as in
+            ``torch.nn.SyncBatchNorm``.
+        activation: ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"hardswish"`` or None.
+            Default: ``"relu"``.
+        negative_slope: of ``"leaky_relu"``. Default: 0.01.
+
+    Shape:
+        - input: ``[batch, num_features, ...]``.
+        - residual: as input, or None. Default: None.
+        - output: as input.
+
+    Raises:
+        ValueError: no such activation; in the call as :class:`SyncBatchNorm`.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import SyncBatchNormAct
+        >>> SyncBatchNormAct(8, activation="silu")(torch.rand(2, 8, 16, 16)).shape
+        torch.Size([2, 8, 16, 16])
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Group | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        activation: str | None = "relu",
+        negative_slope: float = 0.01,
+    ) -> None:
+        options: dict[str, Any] = {"bias": bias, "activation": activation, "negative_slope": negative_slope}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        self.process_group = process_group
+
+
+class SyncBatchNorm(_Synchronises, nn.SyncBatchNorm):
+    """Batch normalisation with the statistics of the batches of all processes: ``norm(input) + residual``.
+
+    A ``torch.nn.SyncBatchNorm`` that also works on the CPU, over gloo; ``DistributedDataParallel``, which refuses
+    torch's there, takes it. Batches may be of different sizes, and empty. Processes exchange means, variances and
+    counts in float64, and merge them in the order of their ranks. With an activation it is :class:`SyncBatchNormAct`.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, process_group, device, dtype, bias: as in
+            ``torch.nn.SyncBatchNorm``.
+
+    Shape:
+        - input: ``[batch, num_features, ...]``.
+        - residual: as input, or None. Default: None.
+        - output: as input.
+
+    Raises:
+        ValueError: in the call, an input of less than 2 dimensions or without channels, or one value per channel in
+            training without other processes.
+        RuntimeError: in the call, where shapes, dtypes or devices do not fit together.
+
+    Example::
+
+        >>> import torch
+        >>> from myvision.nn import BatchNormAct2d, SyncBatchNorm
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), BatchNormAct2d(8, activation="relu"))
+        >>> SyncBatchNorm.convert_sync_batchnorm(model)[1].activation
+        'relu'
+    """
+
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Group | None = None) -> nn.Module:
-        """Replaces the batch norms of a model, torch's and ours, and keeps their activations.
+        """Replaces the batch norms of a model, torch's and ours: those with an activation by :class:`SyncBatchNormAct`.
 
         Args:
             module: a model, or a batch norm.
@@ -109,29 +147,28 @@ class SyncBatchNorm(_BatchNorm):
         Returns:
             The model, changed in place, or for a batch norm a new module with its parameters and buffers.
         """
+        if isinstance(module, BatchNormAct):
+            options = {"activation": module.activation, "negative_slope": module.negative_slope}
+            return _converted(SyncBatchNormAct, module, process_group, **options)
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return cls._converted(module, process_group)
+            return _converted(cls, module, process_group)
         for name, child in module.named_children():
             module.add_module(name, cls.convert_sync_batchnorm(child, process_group))
         return module
 
-    @classmethod
-    def _converted(cls, module: nn.modules.batchnorm._BatchNorm, process_group: Group | None) -> SyncBatchNorm:
-        converted = cls(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_group,
-            activation=getattr(module, "activation", None),
-            negative_slope=getattr(module, "negative_slope", 0.01),
-        )
-        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
-            setattr(converted, name, getattr(module, name))
-        if hasattr(module, "qconfig"):
-            converted.qconfig = module.qconfig
-        return converted
+
+accept_on_cpu(SyncBatchNorm)
+
+
+def _converted(cls: type[nn.Module], module: Any, process_group: Group | None, **options: Any) -> nn.Module:
+    """A batch norm of this class with the parameters, buffers and mode of another."""
+    shape = module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+    converted = cls(*shape, process_group, **options)
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
+        setattr(converted, name, getattr(module, name))
+    if hasattr(module, "qconfig"):
+        converted.qconfig = module.qconfig
+    return converted
 
 
 class _Moments:

@@ -8,12 +8,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from myvision.nn._leaf import Leaf
 from myvision.nn.layer_norm import LayerNorm
 from myvision.nn.transformer_decoder import TransformerDecoder, TransformerDecoderLayer
 from myvision.nn.transformer_encoder import TransformerEncoder, TransformerEncoderLayer
 
 
-class Transformer(nn.Transformer):
+class Transformer(Leaf, nn.Transformer):
     """An encoder and a decoder, with fused attention and norms.
 
     A ``torch.nn.Transformer`` in constructor, parameters, ``state_dict`` and arguments, with the same results in

@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myvision._checks import check_tensor
+from myvision.nn._leaf import Leaf
 from myvision.nn._masks import is_causal_mask
-from myvision.nn._transformer import add_norm, feed_forward, use_fused_modules
+from myvision.nn._transformer import TransformerLayer, add, add_norm
 from myvision.nn.attention import KeyValueCache
 
 LayerCache = tuple[KeyValueCache, KeyValueCache]
 
 
-class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(TransformerLayer, nn.TransformerDecoderLayer):
     """Self-attention, attention to a memory and a feed-forward network, with fused attention and norms.
 
     A ``torch.nn.TransformerDecoderLayer`` in constructor, parameters, ``state_dict`` and arguments, with the same
@@ -67,7 +68,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     ) -> None:
         options = layer_norm_eps, batch_first, norm_first, bias, device, dtype
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, *options)
-        use_fused_modules(self)
+        self._use_fused_modules()
 
     def forward(
         self,
@@ -88,21 +89,50 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             raise TypeError("cache must be a pair of KeyValueCache, of self-attention and of attention to the memory")
         own_cache, memory_cache = (None, None) if cache is None else cache
 
-        def attend_to_itself(x: Tensor) -> Tensor:
-            return _attend(self.self_attn, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal, own_cache)
-
-        def attend_to_memory(x: Tensor) -> Tensor:
-            masks = memory_mask, memory_key_padding_mask, memory_is_causal
-            return _attend(self.multihead_attn, x, memory, *masks, memory_cache)
-
+        masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
         if self.norm_first:
-            x, stream = add_norm(attend_to_itself(self.norm1(tgt)), tgt, self.dropout1, self.norm2)
-            x, stream = add_norm(attend_to_memory(x), stream, self.dropout2, self.norm3)
-            return stream + self.dropout3(feed_forward(self, x))
-        x, _ = add_norm(attend_to_itself(tgt), tgt, self.dropout1, self.norm1)
-        x, _ = add_norm(attend_to_memory(x), x, self.dropout2, self.norm2)
-        x, _ = add_norm(feed_forward(self, x), x, self.dropout3, self.norm3)
+            x, stream = add_norm(*self._attended(self.norm1(tgt), *masks, own_cache), tgt, self.norm2)
+            x, stream = add_norm(*self._attended_memory(x, memory, *memory_masks, memory_cache), stream, self.norm3)
+            return add(*self._fed_forward(x, self.dropout3), stream)
+        x, _ = add_norm(*self._attended(tgt, *masks, own_cache), tgt, self.norm1)
+        x, _ = add_norm(*self._attended_memory(x, memory, *memory_masks, memory_cache), x, self.norm2)
+        x, _ = add_norm(*self._fed_forward(x, self.dropout3), x, self.norm3)
         return x
+
+    def _attended(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, nn.Module | None]:
+        """What attention to the tokens themselves gives, and the dropout that is still to come."""
+        if self._overrides("_sa_block"):
+            _check_no_cache(cache, "_sa_block")
+            return self._sa_block(x, mask, key_padding_mask, is_causal), None
+        return _attend(self.self_attn, x, x, mask, key_padding_mask, is_causal, cache), self.dropout1
+
+    def _attended_memory(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, nn.Module | None]:
+        """What attention to the memory gives, and the dropout that is still to come."""
+        if self._overrides("_mha_block"):
+            _check_no_cache(cache, "_mha_block")
+            return self._mha_block(x, memory, mask, key_padding_mask, is_causal), None
+        return _attend(self.multihead_attn, x, memory, mask, key_padding_mask, is_causal, cache), self.dropout2
+
+
+def _check_no_cache(cache: KeyValueCache | None, block: str) -> None:
+    if cache is not None:
+        raise RuntimeError(f"cache must be None where {block} is overridden, as it has no such argument")
 
 
 def _attend(
@@ -120,7 +150,7 @@ def _attend(
     return attention(x, memory, memory, need_weights=False, **options)[0]
 
 
-class TransformerDecoder(nn.TransformerDecoder):
+class TransformerDecoder(Leaf, nn.TransformerDecoder):
     """A stack of decoder layers, which can decode step by step.
 
     A ``torch.nn.TransformerDecoder`` in constructor, parameters, ``state_dict`` and arguments.

@@ -9,16 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myvision._checks import check_tensor
+from myvision.nn._leaf import Leaf
 from myvision.nn._masks import is_causal_mask
-from myvision.nn._transformer import add_norm, feed_forward, use_fused_modules
+from myvision.nn._transformer import TransformerLayer, add, add_norm
 
 
-class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(TransformerLayer, nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, with :class:`~myvision.nn.MultiheadAttention` and fused norms.
 
     A ``torch.nn.TransformerEncoderLayer`` in constructor, parameters, ``state_dict`` and arguments, with the same
     results in training, in evaluation and without gradients. Dropout, addition and norm are one pass over memory
-    (:func:`myvision.ops.add_layer_norm`). Hooks and replaced submodules are honoured.
+    (:func:`myvision.ops.add_layer_norm`). Hooks, replaced submodules, a ``forward`` set on
+    one of them, and ``_sa_block`` and ``_ff_block`` of a subclass are honoured.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias: as in
@@ -63,8 +65,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> None:
         options = layer_norm_eps, batch_first, norm_first, bias, device, dtype
         super().__init__(d_model, nhead, dim_feedforward, dropout, activation, *options)
-        use_fused_modules(self)
-        self.activation_relu_or_gelu = 0  # or torch's TransformerEncoder would hand this layer nested tensors
+        self._use_fused_modules()
 
     def forward(
         self,
@@ -76,18 +77,32 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         check_tensor("src", src)
         masks = src_mask, src_key_padding_mask, is_causal
         if self.norm_first:
-            x, stream = add_norm(self._attend(self.norm1(src), *masks), src, self.dropout1, self.norm2)
-            return stream + self.dropout2(feed_forward(self, x))
-        x, _ = add_norm(self._attend(src, *masks), src, self.dropout1, self.norm1)
-        x, _ = add_norm(feed_forward(self, x), x, self.dropout2, self.norm2)
+            x, stream = add_norm(*self._attended(self.norm1(src), *masks), src, self.norm2)
+            return add(*self._fed_forward(x, self.dropout2), stream)
+        x, _ = add_norm(*self._attended(src, *masks), src, self.norm1)
+        x, _ = add_norm(*self._fed_forward(x, self.dropout2), x, self.norm2)
         return x
 
-    def _attend(self, x: Tensor, mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def _attended(
+        self, x: Tensor, mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, nn.Module | None]:
+        """What attention gives, and the dropout that is still to come."""
+        if self._overrides("_sa_block"):
+            return self._sa_block(x, mask, key_padding_mask, is_causal=is_causal), None
         masks: dict[str, Any] = {"attn_mask": mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
-        return self.self_attn(x, x, x, need_weights=False, **masks)[0]
+        return self.self_attn(x, x, x, need_weights=False, **masks)[0], self.dropout1
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """0, whatever torch's constructor sets, or torch's TransformerEncoder would hand this layer nested tensors."""
+        return 0
+
+    @activation_relu_or_gelu.setter
+    def activation_relu_or_gelu(self, value: int) -> None:
+        pass
 
 
-class TransformerEncoder(nn.TransformerEncoder):
+class TransformerEncoder(Leaf, nn.TransformerEncoder):
     """A stack of encoder layers.
 
     A ``torch.nn.TransformerEncoder`` in constructor, parameters, ``state_dict`` and arguments. The output always has

@@ -1,17 +1,16 @@
-"""Dropout as a part of a norm."""
+"""What the steps of dropout, addition and norm share."""
 
 from __future__ import annotations
 
-from typing import Any
+from myvision.nn._leaf import Leaf
 
 
-class DropsInput:
-    """A base to stand before torch's module: adds ``dropout_p`` to its constructor."""
+class AddNorm(Leaf):
+    """A base to stand before torch's norm: the dropout in front of it."""
 
-    dropout_p: float
+    dropout_p: float = 0.0
 
-    def __init__(self, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_dropout(self, dropout_p: float) -> None:
         if not 0 <= dropout_p <= 1:
             raise ValueError(f"dropout_p must be between 0 and 1, but is {dropout_p}")
         self.dropout_p = dropout_p
