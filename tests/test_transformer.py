@@ -46,6 +46,9 @@ def make(modules: Any, name: str, **options: Any) -> Any:
 def pair(name: str, **options: Any) -> tuple[Any, Any]:
     """Ours and torch's in float64, with the same parameters, all of which show in the result."""
     theirs = make(nn, name, **options).double()
+    for layer in theirs.modules():  # torch's copies of a layer forget an activation that is a module, and take ReLU
+        if "activation" in layer._modules:
+            layer.__dict__.pop("activation", None)
     with torch.no_grad():
         for i, parameter in enumerate(theirs.parameters()):
             parameter.copy_(random_tensor(*parameter.shape, dtype=torch.float64, seed=i) / 3)
@@ -440,3 +443,84 @@ def test_global_hooks_see_all_modules() -> None:
     finally:
         handle.remove()
     assert {layer.norm1, layer.norm2, layer.dropout1, layer.dropout2} <= set(seen)
+
+
+# ---- what stands in for a module's forward or a layer's block must be called -----------------------------------------
+
+
+def counting(module: nn.Module, calls: list[nn.Module]) -> None:
+    """Replaces forward on the instance, as accelerate and recorders of activations do."""
+    forward = module.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return forward(*args, **kwargs)
+
+    module.forward = counted
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
+def test_a_forward_on_the_instance_is_called(name: str, norm_first: bool) -> None:
+    module, theirs = pair(name, norm_first=norm_first)
+    parts = [part for part in module.modules() if type(part) in (ours.LayerNorm, nn.Dropout)]
+    calls: list[nn.Module] = []
+    for part in parts:
+        counting(part, calls)
+    torch.testing.assert_close(module(*inputs(name)), theirs(*inputs(name)))
+    assert {id(part) for part in calls} == {id(part) for part in parts}
+
+
+def test_parameters_that_arrive_with_the_call() -> None:
+    """As with accelerate's offloading: weights live elsewhere, and come for the time of each forward."""
+    module, theirs = pair("TransformerEncoderLayer")
+
+    def offload(part: nn.Module) -> None:
+        forward, kept = part.forward, {name: p.detach().clone() for name, p in part.named_parameters(recurse=False)}
+
+        def with_weights(*args: Any, **kwargs: Any) -> Any:
+            for name, value in kept.items():
+                part._parameters[name] = nn.Parameter(value)
+            result = forward(*args, **kwargs)
+            for name, value in kept.items():
+                part._parameters[name] = nn.Parameter(value.to("meta"))
+            return result
+
+        for name, value in kept.items():
+            part._parameters[name] = nn.Parameter(value.to("meta"))
+        part.forward = with_weights
+
+    for part in (module.norm1, module.norm2, module.linear1, module.linear2):
+        offload(part)
+    torch.testing.assert_close(module(*inputs("TransformerEncoderLayer")), theirs(*inputs("TransformerEncoderLayer")))
+
+
+@pytest.mark.parametrize("block", ["_sa_block", "_ff_block"])
+def test_an_overridden_block_is_called(block: str) -> None:
+    def halved(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x / 2
+
+    for norm_first in (False, True):
+        module, theirs = pair("TransformerEncoderLayer", norm_first=norm_first)
+        module.__class__ = type("Layer", (ours.TransformerEncoderLayer,), {block: halved})
+        theirs.__class__ = type("Layer", (nn.TransformerEncoderLayer,), {block: halved})
+        (x,) = inputs("TransformerEncoderLayer")
+        theirs.train()  # torch's fast path in evaluation does not ask
+        torch.testing.assert_close(module(x), theirs(x))
+
+
+def test_relu_does_not_write_into_what_was_kept() -> None:
+    module, _ = pair("TransformerEncoderLayer")
+    kept = []
+    module.linear1.register_forward_hook(lambda _module, _args, output: kept.append((output, output.clone())))
+    module(*inputs("TransformerEncoderLayer"))
+    (output, copy), *_ = kept
+    assert torch.equal(output, copy)
+
+
+@pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
+def test_copies_keep_an_activation_that_is_a_module(name: str) -> None:
+    module = make(ours, name, activation=nn.GELU())
+    given = tuple(tensor.float() for tensor in inputs(name))
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(other(*given), module(*given))

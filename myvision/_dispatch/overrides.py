@@ -34,5 +34,7 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_observed(tensor: Tensor) -> bool:
-    """Whether someone may have kept the tensor that an operator has just returned: a mode of torch, or its own class."""
+    """Whether a mode of torch, or its own class, may have kept the tensor that an operator has just returned."""
+    if torch.compiler.is_compiling():  # a graph has no such modes, and its compiler cannot ask
+        return False
     return type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
