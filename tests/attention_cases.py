@@ -106,6 +106,10 @@ class Case:
         """Output and lse."""
         return torch.ops.myvision.attention.with_lse(*tensors, *self.options())
 
+    def run_forward(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, lse, and the statistics of backward."""
+        return torch.ops.myvision._attention_forward(*tensors, *self.options())
+
     def run_reference(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
         return reference(*tensors, *self.options())
 

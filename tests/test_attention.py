@@ -128,15 +128,20 @@ def test_broadcasts_like_products(shapes: tuple[tuple[int, ...], ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask_shape", [(5, 7), (1, 7), (4, 5, 7), (1, 5, 1), (3, 1, 1, 7), (2, 3, 1, 5, 7), (2, 1, 4, 5, 7)]
+    "mask_shape", [(), (7,), (1,), (5, 7), (1, 7), (4, 5, 7), (1, 5, 1), (3, 1, 1, 7), (2, 3, 1, 5, 7), (2, 1, 4, 5, 7)]
 )
 @pytest.mark.parametrize("boolean", [False, True])
 def test_masks_of_any_rank(mask_shape: tuple[int, ...], boolean: bool) -> None:
     query, key, value = (random_tensor(2, 3, 4, n, 8, seed=i) for i, n in enumerate((5, 7, 7)))
     mask = random_tensor(*mask_shape, seed=4)
-    mask = mask > -1 if boolean else mask
+    mask = mask > -1 if boolean else mask.requires_grad_()
     expected = F.scaled_dot_product_attention(query, key, value, mask)
-    torch.testing.assert_close(scaled_dot_product_attention(query, key, value, mask), expected)
+    actual = scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(actual, expected)
+    if not boolean:
+        grad = random_tensor(*expected.shape, seed=5)
+        gradients = [torch.autograd.grad(output, mask, grad)[0] for output in (actual, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 def test_grouped_heads_as_torch_has_them() -> None:

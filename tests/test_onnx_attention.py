@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ CASES: dict[str, tuple[dict[str, Any], Tensor | None, bool]] = {
     "plain": ({}, None, True),
     "scale": ({"scale": 0.3}, None, True),
     "softcap": ({"softcap": 1.5}, None, True),
+    "additive mask of one row of keys": ({}, random_tensor(9, seed=6), False),
+    "mask of one number": ({}, random_tensor(seed=6), False),
     "causal": ({"is_causal": True}, None, True),
     "bool mask": ({}, SEEN, True),
     "additive mask": ({}, random_tensor(6, 9, seed=6), True),
@@ -83,6 +86,28 @@ def test_nodes_and_numbers(name: str, opset: int) -> None:
     else:
         assert "::Attention" not in nodes(program)
     torch.testing.assert_close(run(program, *args), module(*args), rtol=1e-4, atol=1e-5)
+
+
+RANGES: list[dict[str, Any]] = [
+    *[{"scale": scale} for scale in (0, 0.0, -0.3, 1e-50, 1e-6, 2.0)],
+    {"scale": -0.3, "is_causal": True, "softcap": 0.7},
+    *[{"softcap": softcap} for softcap in (0.0, 1e-3, 1e6, math.inf)],
+    *[{"window": window, "causal_alignment": "bottom_right"} for window in (0, (0, None), (None, 2**63 - 1))],
+    {"window": (2**63 - 1, 0)},
+]
+
+
+@pytest.mark.parametrize("opset", [18, 23, 24])
+def test_the_whole_range_of_options(opset: int) -> None:
+    for options in RANGES:
+        module, args = Attention(**options), inputs()
+        torch.testing.assert_close(
+            run(export(module, *args, opset=opset), *args),
+            module(*args),
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda message, options=options: f"{options}: {message}",
+        )
 
 
 @pytest.mark.parametrize("opset", [18, 23])

@@ -59,6 +59,12 @@ __device__ __forceinline__ void sync_warp() {  // lanes run in step; the compile
   __builtin_amdgcn_wave_barrier();
 }
 
+template <typename Real>
+__device__ __forceinline__ Real rounded_product(Real a, Real b) {
+#pragma clang fp contract(off)
+  return a * b;
+}
+
 template <typename T>
 __device__ __forceinline__ void atomic_add(T* target, T value) {
   atomicAdd(target, value);

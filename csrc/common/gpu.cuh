@@ -6,6 +6,8 @@
 //   shuffle(value, lane)                  the value of another lane; orders no memory
 //   shuffle_xor(value, lane_mask)         that of the lane whose number differs in these bits
 //   sync_warp()                           orders the memory accesses of a warp, as __syncthreads() those of a block
+//   rounded_product(a, b)                 a * b, of float or double, that no compiler fuses with an addition: kernels
+//                                         that have to agree on a number multiply by it
 //   atomic_add(target, value)             relaxed: of no use as a signal
 //   load_vector, store_vector             up to 16 bytes by one access
 //   copy_async(to_shared, from_global)    16 bytes, aligned, that arrive by the time wait_for_copies says so

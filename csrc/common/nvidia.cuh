@@ -74,6 +74,9 @@ __device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
 }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 template <typename T>
 __device__ __forceinline__ void atomic_add(T* target, T value) {
   atomicAdd(target, value);

@@ -36,6 +36,7 @@ SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
 Formula = Callable[..., Any]
 
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its Library
+_forwards: set[torch._ops.OpOverload] = set()  # those that have their derivative
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def register_autograd(
         composite: ``composite(*inputs)`` returns the output by differentiable operations, for an operator without jvp:
             it takes over in forward-mode AD, which raises where there is neither.
         forward: an operator of the same arguments that returns, after what ``op`` returns, what backward needs besides.
-            It runs where gradients are needed, and ``setup_context`` gets all of its results as ``output``.
+            It runs where gradients are needed, and ``setup_context`` gets all of its results as ``output``. Where
+            several operators share it, the one that returns the most registers first: its derivative is forward's.
 
     Raises:
         ValueError: an argument of the operator has a default, which the dispatcher would not pass on.
@@ -132,7 +134,8 @@ def _register_lean(derivative: _Derivative) -> None:
             return raw(*args)
 
     _implement(derivative.op, "Autograd", _counting_writes(derivative.op, differentiable))
-    if derivative.forward:
+    if derivative.forward and derivative.forward not in _forwards:
+        _forwards.add(derivative.forward)
         _register_lean(_of_forward(derivative, derivative.forward))
 
 

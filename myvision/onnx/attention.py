@@ -12,7 +12,8 @@ from myvision.onnx._graph import Opset, UnsupportedError, Value, constant, real
 
 def attention(op: Opset, **arguments: Any) -> Value:
     translation = _Attention(op, **arguments)
-    return translation.node() if op.version >= 23 and not translation.caps_a_mask else translation.formula()[0]
+    is_node = op.version >= 23 and translation.has_a_scale_of_nodes and not translation.caps_a_mask
+    return translation.node() if is_node else translation.formula()[0]
 
 
 def attention_with_lse(op: Opset, **arguments: Any) -> tuple[Value, Value]:
@@ -53,6 +54,12 @@ class _Attention:
         self.window_left, self.window_right = window_left, window_right
         self.scale = 1 / math.sqrt(max(int(query.shape[3]), 1)) if scale is None else scale
         self.softcap = softcap
+
+    @property
+    def has_a_scale_of_nodes(self) -> bool:
+        """ONNX's node takes a positive scale only, as it multiplies by its square root, and keeps it in float32."""
+        limits = torch.finfo(torch.float32)
+        return limits.tiny <= self.scale <= limits.max
 
     @property
     def caps_a_mask(self) -> bool:
@@ -110,7 +117,7 @@ class _Attention:
         if self.mask is None:
             return None
         mask = self.mask if self.mask.dtype.name == "BOOL" else self.op.CastLike(self.mask, self.query)
-        if 1 not in self.mask.shape[-2:]:
+        if len(self.mask.shape) >= 2 and 1 not in self.mask.shape[-2:]:
             return mask
         # onnxruntime takes masks that are repeated along batch and heads only.
         return self.op.Expand(mask, self.op.Concat(self._length(self.query), self._length(self.key), axis=0))

@@ -84,9 +84,9 @@ def scaled_dot_product_attention(
             and any strides.
         key: ``[..., heads, keys, width]``, of the same dtype (under autocast they may differ).
         value: ``[..., heads, keys, value width]``. Batch dimensions, and heads of size 1, broadcast.
-        attn_mask: broadcastable to ``[..., heads, queries, keys]``, with 2 dimensions or more: bool, where True means
-            that the key is seen, or added to the scores, of the query's dtype or float32; -inf there means that the key
-            is not seen. It has a gradient, and is never expanded in memory. Default: none.
+        attn_mask: broadcastable to ``[..., heads, queries, keys]``, with any number of dimensions: bool, where True
+            means that the key is seen, or added to the scores, of the query's dtype or float32; -inf there means that
+            the key is not seen. It has a gradient, and is never expanded in memory. Default: none.
         dropout_p: with what probability a weight is dropped, **also in evaluation**, as in torch; the others are scaled
             by ``1 / (1 - dropout_p)``. Which ones follows from a number of torch's default generator, so that
             :func:`torch.manual_seed` repeats it, on any number of threads; no mask is kept for backward. Default: 0.
@@ -405,12 +405,14 @@ def _check_mask(mask: Tensor | None, query: Tensor, key: Tensor, packed: bool) -
     )
     _check_device("attn_mask", mask, query)
     wanted = (*query.shape[:3], key.shape[2])
-    fits = 2 <= mask.dim() <= 4
+    fits = mask.dim() <= 4
     for size, wanted_size in zip(reversed(mask.shape), reversed(wanted), strict=False):
         fits = fits and (size == 1 or size == wanted_size)
     _check(
         fits,
-        lambda: f"attn_mask must have 2 to 4 dimensions that broadcast to {wanted}, but has shape {tuple(mask.shape)}",
+        lambda: (
+            f"attn_mask must have at most 4 dimensions that broadcast to {wanted}, but has shape {tuple(mask.shape)}"
+        ),
     )
 
 
@@ -503,10 +505,20 @@ def _new_lse(query: Tensor, packed: bool) -> Tensor:
     return query.new_empty(shape, dtype=real_dtype(query))
 
 
+def _new_statistics(query: Tensor, packed: bool) -> Tensor:
+    """Of each row the largest score, and the logarithm of the sum of exponentials of scores less that."""
+    lse = _new_lse(query, packed)
+    return lse.new_empty((*lse.shape, 2))
+
+
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     _check_call(*args)
     query, value, packed = args[0], args[2], args[5] is not None
     return _new_rows(query, value.shape[-1]), _new_lse(query, packed)
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (*_fake(*args), _new_statistics(args[0], args[5] is not None))
 
 
 def _check_result(name: str, tensor: Tensor, like: Tensor, query: Tensor) -> None:
@@ -525,8 +537,8 @@ def _check_result(name: str, tensor: Tensor, like: Tensor, query: Tensor) -> Non
 
 
 def _fake_backward(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
-    tensors, (output, lse), options = args[:_TENSORS], args[_TENSORS : _TENSORS + 2], args[_TENSORS + 2 : -1]
-    like_output, like_lse = _fake(*tensors, *options)
+    tensors, (output, statistics), options = args[:_TENSORS], args[_TENSORS : _TENSORS + 2], args[_TENSORS + 2 : -1]
+    like_output, like_lse, like_statistics = _fake_forward(*tensors, *options)
     query, key, value, mask = tensors[:4]
     wanted = args[-1]
     _norm.check_mask("attention", wanted, 4)
@@ -536,7 +548,7 @@ def _fake_backward(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> 
     )
     _check_result("grad_output", grad_output, like_output, query)
     _check_result("output", output, like_output, query)
-    _check_result("lse", lse, like_lse, query)
+    _check_result("statistics", statistics, like_statistics, query)
     if grad_lse is not None:
         _check_result("grad_lse", grad_lse, like_lse, query)
     return (
@@ -550,11 +562,12 @@ def _fake_backward(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> 
 # ---- derivatives: the first by the fused kernels, the others through the reference -----------------------------------
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor, Tensor]) -> None:
     if ctx.needs_input_grad[4]:
         raise NotImplementedError("attention: alibi_slopes has no gradient; pass alibi_slopes.detach()")
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    output, _, statistics = results
+    ctx.save_for_backward(*inputs[:_TENSORS], output, statistics)
     ctx.options = inputs[_TENSORS:]
 
 
@@ -572,7 +585,7 @@ def _composite(*args: Any) -> Tensor:
 
 
 def _gradients(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
-    """What the backward operator returns; output and lse are computed anew, as they depend on the other inputs."""
+    """What the backward operator returns; output and statistics are made anew, as they depend on the other inputs."""
     tensors, options, wanted = args[:_TENSORS], args[_TENSORS + 2 : -1], args[-1]
     grads = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
     return gradients_of(
@@ -592,10 +605,10 @@ def _cast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
 
 torch.library.register_fake(_attention, lambda *args: _fake(*args)[0])
 torch.library.register_fake(_with_lse, _fake)
-torch.library.register_fake(_forward, _fake)
+torch.library.register_fake(_forward, _fake_forward)
 torch.library.register_fake(_backward, _fake_backward)
+register_autograd(_with_lse, _setup_context, _differentiate, composite=reference, forward=_forward)
 register_autograd(_attention, _setup_context, _differentiate, composite=_composite, forward=_forward)
-register_autograd(_with_lse, _setup_context, _differentiate, composite=reference)
 register_second_derivative(_backward, _gradients)
 register_autocast(_attention, _cast)
 register_autocast(_with_lse, _cast)

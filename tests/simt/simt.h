@@ -99,6 +99,11 @@ T shuffle_xor(T value, int lane_mask, SIMT_CALLER) {
 
 inline void sync_warp(SIMT_CALLER) { simt::warp_barrier(caller); }
 
+template <typename Real>
+Real rounded_product(Real a, Real b) {
+  return a * b;  // compiled for a processor without fused additions
+}
+
 template <typename T>
 void atomic_add(T* target, T value) {
   std::atomic_ref<T>(*target).fetch_add(value, std::memory_order_relaxed);

@@ -90,12 +90,12 @@ void check_mask(const Call& call) {
   check_device("attn_mask", mask, call.query);
   const int64_t dims = mask.dim();
   const int64_t wanted[] = {call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2)};
-  bool fits = dims >= 2 && dims <= 4;
+  bool fits = dims <= 4;
   for (int dim = 0; fits && dim < dims; ++dim) {
     const int64_t size = mask.size(dims - 1 - dim);
     fits = size == 1 || size == wanted[3 - dim];
   }
-  ATTENTION_CHECK(fits, "attn_mask must have 2 to 4 dimensions that broadcast to ", shape_name(IntArray(wanted, 4)),
+  ATTENTION_CHECK(fits, "attn_mask must have at most 4 dimensions that broadcast to ", shape_name(IntArray(wanted, 4)),
                   ", but has shape ", shape_name(mask.sizes()));
 }
 
@@ -163,6 +163,8 @@ Strided4 mask_view_of(const Tensor& mask) {
   return view;
 }
 
+void* data_of(const Tensor& tensor) { return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr; }
+
 Tensor offsets_of(const Tensor& starts) { return torch::stable::contiguous(cast(starts, ScalarType::Long)); }
 
 #define ATTENTION_TENSORS                                                                                       \
@@ -216,11 +218,12 @@ Call checked_call(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
 }
 
 // Makes the kernels' parameters of the tensors; the call owns those that are converted for it.
-void set_views(Call& call, const Tensor& output, const Tensor& lse) {
+void set_views(Call& call, const Tensor& output, const Tensor& lse, const Tensor& statistics) {
   AttentionParams& p = call.params;
   p.query = view_of(call.query), p.key = view_of(call.key), p.value = view_of(call.value);
   p.output = view_of(output);
-  p.lse = lse.defined() ? const_cast<void*>(lse.const_data_ptr()) : nullptr;
+  p.lse = data_of(lse);
+  p.statistics = data_of(statistics);
   if (call.is_packed()) {
     call.query_starts = offsets_of(*call.query_starts), call.key_starts = offsets_of(*call.key_starts);
     check_offsets("cu_seqlens_q", *call.query_starts, p.queries);
@@ -261,20 +264,30 @@ ScalarType real_type(const Tensor& query) {
   return query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// One number for each query of each head.
-Tensor new_lse(const Call& call) {
+// So many numbers for each query of each head.
+Tensor new_numbers(const Call& call, IntArray of_a_row) {
   const AttentionParams& p = call.params;
-  const int64_t sizes[] = {p.batch, p.heads, p.queries};
-  return torch::stable::new_empty(call.query, IntArray(sizes + call.is_packed(), 3 - call.is_packed()),
-                                  real_type(call.query));
+  std::vector<int64_t> sizes{p.heads, p.queries};
+  if (!call.is_packed()) sizes.insert(sizes.begin(), p.batch);
+  sizes.insert(sizes.end(), of_a_row.begin(), of_a_row.end());
+  return torch::stable::new_empty(call.query, sizes, real_type(call.query));
 }
+Tensor new_lse(const Call& call) { return new_numbers(call, {}); }
+Tensor new_statistics(const Call& call) { return new_numbers(call, {2}); }
+
+// Of forward; lse and statistics where they are wanted.
+struct Results {
+  Tensor output, lse, statistics;
+};
 
 // What rows that see no key hold. Such as may lie outside of all sequences on a GPU, where offsets are not checked.
 bool may_skip_rows(const Call& call) { return !call.has_pairs() || (call.is_packed() && !call.query.is_cpu()); }
 
-void set_unseen(Tensor& output, Tensor& lse) {
-  torch::stable::zero_(output);
-  if (lse.defined()) torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+void set_unseen(Results& results) {
+  torch::stable::zero_(results.output);
+  for (Tensor* tensor : {&results.lse, &results.statistics}) {
+    if (tensor->defined()) torch::stable::fill_(*tensor, -std::numeric_limits<double>::infinity());
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ launch
@@ -284,21 +297,41 @@ void run_backward(const Call& call, const AttentionGradients& gradients) {
   launch("attention", call.query, attention_backward_kernel, call.params, gradients);
 }
 
+// grad_output as the kernels take it.
+Tensor taken_gradient(const Call& call, const Tensor& grad_output) {
+#ifdef MYVISION_GPU
+  const GpuScope gpu(call.query);
+  if (!attention_backward_cuda_takes(call.params, view_of(grad_output))) {
+    Tensor copy = new_rows(call.query, call.params.value_width);
+    return torch::stable::copy_(copy, grad_output);
+  }
+#endif
+  return grad_output;
+}
+
 // ------------------------------------------------------------------------------------------------ forward
-std::tuple<Tensor, Tensor> forward(Call call, bool keep_lse) {
-  Tensor output = new_rows(call.query, call.params.value_width), lse = keep_lse ? new_lse(call) : Tensor();
-  set_views(call, output, lse);
-  if (may_skip_rows(call)) set_unseen(output, lse);
+Results forward(Call call, bool wants_lse, bool wants_statistics) {
+  Results results{new_rows(call.query, call.params.value_width), wants_lse ? new_lse(call) : Tensor(),
+                  wants_statistics ? new_statistics(call) : Tensor()};
+  set_views(call, results.output, results.lse, results.statistics);
+  if (may_skip_rows(call)) set_unseen(results);
   if (call.has_pairs()) run_forward(call);
-  return {output, lse};
+  return results;
 }
 
 Tensor attention(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
-  return std::get<0>(forward(checked_call(ATTENTION_ARGUMENTS), false));
+  return forward(checked_call(ATTENTION_ARGUMENTS), false, false).output;
 }
 
 std::tuple<Tensor, Tensor> attention_with_lse(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
-  return forward(checked_call(ATTENTION_ARGUMENTS), true);
+  const Results results = forward(checked_call(ATTENTION_ARGUMENTS), true, false);
+  return {results.output, results.lse};
+}
+
+// With what backward needs.
+std::tuple<Tensor, Tensor, Tensor> attention_forward(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
+  const Results results = forward(checked_call(ATTENTION_ARGUMENTS), true, true);
+  return {results.output, results.lse, results.statistics};
 }
 
 // ------------------------------------------------------------------------------------------------ backward
@@ -313,7 +346,7 @@ void check_result(const char* name, const Tensor& tensor, IntArray sizes, Scalar
 // The last operand of backward: of query, key, value and mask, whether its gradient is wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_output, const OptionalTensor& grad_lse,
                                                               ATTENTION_TENSORS, const Tensor& output,
-                                                              const Tensor& lse, ATTENTION_OPTIONS,
+                                                              const Tensor& statistics, ATTENTION_OPTIONS,
                                                               const std::vector<bool>& output_mask) {
   Call call = checked_call(ATTENTION_ARGUMENTS);
   ATTENTION_CHECK(output_mask.size() == 4, "output_mask must have 4 elements, but has ", output_mask.size());
@@ -323,11 +356,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
   sizes.back() = call.params.value_width;
   check_result("grad_output", grad_output, sizes, query.scalar_type(), query);
   check_result("output", output, sizes, query.scalar_type(), query);
-  const Tensor all_lse = torch::stable::contiguous(lse);
-  const Tensor like_lse = new_lse(call);
-  check_result("lse", lse, like_lse.sizes(), like_lse.scalar_type(), query);
+  const Tensor like_statistics = new_statistics(call);
+  check_result("statistics", statistics, like_statistics.sizes(), like_statistics.scalar_type(), query);
+  const Tensor all_statistics = torch::stable::contiguous(statistics);
   OptionalTensor all_grad_lse;
   if (grad_lse) {
+    const Tensor like_lse = new_lse(call);
     check_result("grad_lse", *grad_lse, like_lse.sizes(), like_lse.scalar_type(), query);
     all_grad_lse = torch::stable::contiguous(*grad_lse);
   }
@@ -335,9 +369,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
   Tensor grad_key = output_mask[1] ? new_rows(key, call.params.width) : Tensor();
   Tensor grad_value = output_mask[2] ? new_rows(value, call.params.value_width) : Tensor();
   Tensor grad_mask = output_mask[3] ? torch::stable::new_empty(*mask, mask->sizes()) : Tensor();
-  set_views(call, output, all_lse);
+  set_views(call, output, Tensor(), all_statistics);
+  const Tensor taken = taken_gradient(call, grad_output);
   AttentionGradients gradients{};
-  gradients.output = view_of(grad_output);
+  gradients.output = view_of(taken);
   gradients.lse = all_grad_lse ? all_grad_lse->const_data_ptr() : nullptr;
   if (grad_query.defined()) gradients.query = view_of(grad_query);
   if (grad_key.defined()) gradients.key = view_of(grad_key);
@@ -365,14 +400,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
 MYVISION_SCHEMAS(m) {
   m.def("attention(" TENSORS ", " OPTIONS ") -> Tensor");
   m.def("attention.with_lse(" TENSORS ", " OPTIONS ") -> (Tensor, Tensor)");
-  m.def("_attention_forward(" TENSORS ", " OPTIONS ") -> (Tensor, Tensor)");
-  m.def("_attention_backward(Tensor grad_output, Tensor? grad_lse, " TENSORS ", Tensor output, Tensor lse, " OPTIONS
-        ", bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("_attention_forward(" TENSORS ", " OPTIONS ") -> (Tensor, Tensor, Tensor)");
+  m.def("_attention_backward(Tensor grad_output, Tensor? grad_lse, " TENSORS
+        ", Tensor output, Tensor statistics, " OPTIONS ", bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 MYVISION_IMPLEMENTATIONS(m) {
   m.impl("attention", TORCH_BOX(&myvision::attention));
   m.impl("attention.with_lse", TORCH_BOX(&myvision::attention_with_lse));
-  m.impl("_attention_forward", TORCH_BOX(&myvision::attention_with_lse));
+  m.impl("_attention_forward", TORCH_BOX(&myvision::attention_forward));
   m.impl("_attention_backward", TORCH_BOX(&myvision::attention_backward));
 }

@@ -5,6 +5,10 @@
 //   output[i]   = sum over j of dropout(softmax(score[i]))[j] * value[j]
 //   lse[i]      = log(sum over j of exp(score[i][j])); -inf where i sees no key
 //
+// Backward makes probabilities again, as exp(score - peak - log_total) of two statistics of each row: the largest
+// score, and the log of the sum over j of exp(score - peak). In lse, their sum, the smaller one would be lost beside
+// the other. Scores stand under an exponential, so both passes compute them by the same arithmetic in the same order.
+//
 // Query i sees key j where -window_left <= j - i - shift <= window_right and the mask is neither false nor -inf; other
 // keys are as if they were not there, whatever they and their values hold. Without a key to see, output[i] is 0. Where
 // bottom_right, shift is the number of keys less that of queries, else 0. Real is double where dtype is Float64 and
@@ -44,7 +48,9 @@ struct AttentionParams {
   double softcap;       // 0: none
   double dropout_p;     // of the softmax; what is kept is scaled by 1 / (1 - dropout_p), 1 drops all
   const int64_t* seed;  // of dropout, on the device; null where dropout_p is 0
-  void* lse;            // Real at [row_of(...)]. Forward: null where it is not wanted; backward: given, as is output
+  void* lse;            // Real at [row_of(...)]: what forward returns, or null
+  void* statistics;     // Real at [row_of(...)][2], peak and log_total; -inf, both, where the row sees no key. Forward:
+                        // null where they are not wanted; backward: given, as is output
 };
 
 // Null data, or a null pointer: not wanted, or not given.
@@ -90,5 +96,9 @@ MYVISION_HOST_DEVICE int64_t row_of(const AttentionParams& p, const AttentionSeq
 MYVISION_HOST_DEVICE uint64_t dropout_counter(const AttentionParams& p, int64_t row) {
   return static_cast<uint64_t>(row) * static_cast<uint64_t>((p.keys + 3) / 4);
 }
+
+// Whether the launcher of backward takes this grad_output: where forward ran on tensor cores backward does too, which
+// want rows of 16-byte packs. The glue copies others.
+bool attention_backward_cuda_takes(const AttentionParams& params, const Strided4& grad_output);
 
 }  // namespace myvision

@@ -115,6 +115,7 @@ class Backward {
     const NearRows<T> rows = near(p.query, p.width, to.rows, pairs_.width_pitch),
                       gradients = near(grad_.output, p.value_width, to.gradients, pairs_.value_pitch);
     pairs_.pack_queries(head, q, n, rows, gradients, to.tile, own.pair);
+    pairs_.sum_delta(head, q, n, to.tile, own.keys, own.pair);
     queries(slot)[tile] = {to.tile, finite_rows(rows, n, p.width, to.rows, pairs_.width_pitch),
                            finite_rows(gradients, n, p.value_width, to.gradients, pairs_.value_pitch)};
   }

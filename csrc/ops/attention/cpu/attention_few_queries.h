@@ -6,7 +6,6 @@
 
 namespace myvision::CPU_CAPABILITY::attention {
 
-inline constexpr int64_t kFewQueries = 4;
 inline constexpr int64_t kFewRows = 16;  // queries of all heads that read a key together
 
 // to += factor * from
@@ -56,7 +55,7 @@ class FewQueries {
       for (int64_t r = 0; r < rows; ++r) {
         T* const s = scores + r * kLineKeys;
         const Head own(p, b, first_head + r / n);
-        modify.finish_line(own, r % n, block, s);
+        modify.finish_line(own, r % n, block, s, nullptr);
         const T factor = softmax_line(block.last - block.first, s, softmax[r]);
         if (factor != 1) scale_row(sums + r * p.value_width, p.value_width, factor);
         if (p.dropout_p > 0) drop(modify.dropout_line(own, r % n, block), block.last - block.first, s);

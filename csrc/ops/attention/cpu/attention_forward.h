@@ -175,7 +175,7 @@ template <typename S>
 void run_forward(const AttentionParams& p) {
   const Lengths lengths(p);
   if (lengths.queries == 0) return;
-  if (lengths.queries <= kFewQueries)
+  if (lengths.has_few_queries())
     FewQueries<S>(p, lengths).run();
   else
     Forward<S>(p, lengths).run();

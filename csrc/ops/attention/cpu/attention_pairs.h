@@ -8,11 +8,12 @@ namespace myvision::CPU_CAPABILITY::attention {
 
 inline constexpr int64_t kBackwardQueries = 96, kBackwardKeys = 96;  // of a tile, at most
 
-// A tile of queries: as columns, multiplied by the scale; the gradients of their outputs; what makes probabilities of
-// scores, e^(score - peak - log_total); and what is taken off the gradients of probabilities.
+// A tile of queries, multiplied by the scale: as columns, or as rows where there are few; the gradients of their
+// outputs as columns; what makes probabilities of scores, e^(score - peak - log_total); and what is taken off the
+// gradients of probabilities.
 template <typename T>
 struct QueryTile {
-  T *columns, *gradient_columns, *peak, *log_total, *delta;
+  T *scaled, *gradient_columns, *peak, *log_total, *delta;
 };
 
 // A tile of keys and of their values.
@@ -58,21 +59,41 @@ class Pairs {
     T *const weights = memory.take(size), *const gradients = memory.take(size),
              *const slopes = p.softcap > 0 ? memory.take(size) : nullptr, *const line = memory.take(line_size());
     return {weights, gradients, slopes, line,
-            Scores<T>(p, kLineKeys, memory.take(Scores<T>::scratch_size(p, kLineKeys)))};
+            Scores<T>(p, keys.size, memory.take(Scores<T>::scratch_size(p, keys.size)))};
   }
 
   // n queries from q on, and the gradients of their outputs.
   void pack_queries(const Head& head, int64_t q, int64_t n, NearRows<T> rows, NearRows<T> gradients,
                     const QueryTile<T>& to, const PairScratch<T>& own) const {
     fetch_rows(query_rows<const S>(p.output, head).from(q), n, p.value_width);
-    pack_columns(rows.all(), n, p.width, to.columns, query_pitch, static_cast<T>(p.scale));
+    if (lengths.has_few_queries())
+      pack_scaled_rows(rows, n, to.scaled);
+    else
+      pack_columns(rows.all(), n, p.width, to.scaled, query_pitch, static_cast<T>(p.scale));
     pack_columns(gradients.all(), n, p.value_width, to.gradient_columns, query_pitch);
     for (int64_t i = 0; i < n; ++i) {
-      const RowSums<T> row = sums_of(head, q + i, own);
-      to.peak[i] = row.peak;
-      to.log_total[i] = row.total;
+      const T* const statistics = static_cast<const T*>(p.statistics) + 2 * (head.first_row + q + i);
+      const bool sees_keys = statistics[1] != kHidden<T>;  // else its probabilities are e^-inf, 0
+      to.peak[i] = sees_keys ? statistics[0] : -kHidden<T>;
+      to.log_total[i] = sees_keys ? statistics[1] : T(0);
       to.delta[i] = delta(head, q + i, gradients.data + i * gradients.pitch, own.line);
     }
+  }
+
+  // Where delta would be made of an output that was rounded to a half type, and the gradient of a mask would show it:
+  // sums it from the gradients of the probabilities of n queries from q on.
+  void sum_delta(const Head& head, int64_t q, int64_t n, const QueryTile<T>& query, const KeyBuffers<T>& near,
+                 const PairScratch<T>& own) const {
+    if (!sums_delta_) return;
+    T sums[kBackwardQueries] = {};
+    for (int64_t tile = 0; tile < keys.count; ++tile) {
+      const KeyRange range = keys_of_tile(head, tile), seen = head.keys_of_any(p, q, n, range);
+      if (seen.first >= seen.last) continue;
+      const KeyRows<T> rows = near_keys(head, range, near);
+      for (int64_t lane = 0; lane < n; lane += kLanes)
+        add_row_sums(head, q, n, lane, range, query, rows, own, sums + lane);
+    }
+    std::copy_n(sums, n, query.delta);
   }
 
   KeyRows<T> near_keys(const Head& head, KeyRange range, const KeyBuffers<T>& own) const {
@@ -98,10 +119,14 @@ class Pairs {
     T* const s = own.weights + skipped * query_pitch + lane;
     T* const g = own.gradients + skipped * query_pitch + lane;
     T* const slopes = own.slopes ? own.slopes + skipped * query_pitch + lane : nullptr;
-    gemm_panel<T>(rows.keys.from(skipped), {query.columns + lane, query_pitch}, count, p.width, s, query_pitch, false);
+    if (lengths.has_few_queries()) {
+      make_scores_of_few(head, q, lanes, seen, query.scaled, rows.keys, skipped, s, slopes, own);
+    } else {
+      gemm_panel<T>(rows.keys.from(skipped), {query.scaled + lane, query_pitch}, count, p.width, s, query_pitch, false);
+      own.modify.finish(head, q + lane, lanes, seen, s, query_pitch, slopes);
+    }
     gemm_panel<T>(rows.values.from(skipped), {query.gradient_columns + lane, query_pitch}, count, p.value_width, g,
                   query_pitch, false);
-    own.modify.finish(head, q + lane, lanes, seen, s, query_pitch, slopes);
     if (p.dropout_p > 0)
       differentiate<true>(count, s, g, query, lane, own.modify.dropout(head, q + lane, seen));
     else
@@ -123,39 +148,48 @@ class Pairs {
   const int64_t query_pitch = padded_row(queries.size), width_pitch, value_pitch;
 
  private:
-  static constexpr T kPreciseLse = 1 << 14;  // beyond, probabilities made of it are off by 0.1 %
+  // A row of output, or the scores and slopes of one query.
+  int64_t line_size() const { return std::max(p.value_width, 2 * keys.size); }
 
-  int64_t line_size() const { return std::max(p.value_width, 2 * p.width + kLineKeys); }
-
-  // The gradient of the output times the output, less the gradient of lse.
-  T delta(const Head& head, int64_t i, const T* gradient, T* line) const {
-    const T* const output = first_row(query_rows<const S>(p.output, head).from(i), p.value_width, line);
-    const T product = dot(gradient, output, p.value_width);
-    return grad_.lse ? product - static_cast<const T*>(grad_.lse)[head.first_row + i] : product;
+  void pack_scaled_rows(NearRows<T> rows, int64_t n, T* to) const {
+    for (int64_t i = 0; i < n; ++i) {
+      std::copy_n(rows.data + i * rows.pitch, p.width, to + i * p.width);
+      scale_row(to + i * p.width, p.width, static_cast<T>(p.scale));
+    }
   }
 
-  // The peak and the logarithm of the total of a row: lse and 0 will do, unless a mask as large as finfo.min left no
-  // digits for the total. infinity, so that probabilities are 0, where it sees no key.
-  RowSums<T> sums_of(const Head& head, int64_t i, const PairScratch<T>& own) const {
-    const T lse = static_cast<const T*>(p.lse)[head.first_row + i];
-    if (lse == kHidden<T>) return {-kHidden<T>, 0};
-    if (p.mask_kind != AttentionMask::Additive || !(std::abs(lse) > kPreciseLse)) return {lse, 0};
-    T *const query = own.line, *const key = query + p.width, *const scores = key + p.width;
-    const Rows<const S> from = query_rows<const S>(p.query, head).from(i), rows = key_rows<const S>(p.key, head);
-    copy_row<T>(from.data, from.step, p.width, query, 1);
-    scale_row(query, p.width, static_cast<T>(p.scale));
-    RowSums<T> sums{kHidden<T>, 0};
-    const KeyRange seen = keys_of(p, head.sequence, i);
-    for (int64_t first = seen.first; first < seen.last; first += kLineKeys) {
-      const KeyRange block{first, std::min(first + kLineKeys, seen.last)};
-      for (int64_t j = block.first; j < block.last; ++j) {
-        copy_row<T>(rows.from(j).data, rows.step, p.width, key, 1);
-        scores[j - first] = dot(query, key, p.width);
-      }
-      own.modify.finish_line(head, i, block, scores);
-      softmax_line(block.last - block.first, scores, sums);
+  // The scores of n queries from q on, each made as FewQueries does, but written as [key][query].
+  void make_scores_of_few(const Head& head, int64_t q, int64_t n, KeyRange seen, const T* queries, NearRows<T> keys,
+                          int64_t first, T* s, T* slopes, const PairScratch<T>& own) const {
+    const int64_t count = seen.last - seen.first;
+    T *const line = own.line, *const line_slopes = slopes ? line + this->keys.size : nullptr;
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; j < count; ++j)
+        line[j] = dot(queries + i * p.width, keys.data + (first + j) * keys.pitch, p.width);
+      own.modify.finish_line(head, q + i, seen, line, line_slopes);
+      for (int64_t j = 0; j < count; ++j) s[j * query_pitch + i] = line[j];
+      if (!slopes) continue;
+      for (int64_t j = 0; j < count; ++j) slopes[j * query_pitch + i] = line_slopes[j];
     }
-    return {sums.peak, std::log(sums.total)};
+  }
+
+  // The gradient of the output times the output, less the gradient of lse. Or what sum_delta begins with.
+  T delta(const Head& head, int64_t i, const T* gradient, T* line) const {
+    const T of_lse = grad_.lse ? static_cast<const T*>(grad_.lse)[head.first_row + i] : T(0);
+    if (sums_delta_) return of_lse;
+    const T* const output = first_row(query_rows<const S>(p.output, head).from(i), p.value_width, line);
+    return dot(gradient, output, p.value_width) - of_lse;
+  }
+
+  // Adds to the sums of a panel of queries the gradients of its scores with the keys of a tile. As these are
+  // probability * (gradient - of_lse), and probabilities add up to 1, that makes delta in the end.
+  void add_row_sums(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange tile, const QueryTile<T>& query,
+                    const KeyRows<T>& rows, const PairScratch<T>& own, T* sums) const {
+    const KeyRange seen = head.keys_of_any(p, q + lane, std::min(kLanes, n - lane), tile);
+    if (seen.first >= seen.last) return;
+    run(head, q, n, lane, seen, tile.first, query, rows, own);
+    for (int64_t j = seen.first - tile.first; j < seen.last - tile.first; ++j)
+      for (int64_t i = 0; i < kLanes; ++i) sums[i] += own.gradients[j * query_pitch + lane + i];
   }
 
   // Turns scores into dropped probabilities, and the gradients of those into the gradients of scores.
@@ -185,6 +219,7 @@ class Pairs {
 
   const AttentionParams& p;
   const AttentionGradients& grad_;
+  const bool sums_delta_ = sizeof(S) < sizeof(T) && grad_.mask.data;
 };
 
 }  // namespace myvision::CPU_CAPABILITY::attention

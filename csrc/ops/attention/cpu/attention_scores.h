@@ -41,8 +41,10 @@ class Scores {
     return is_needed ? 2 * kLanes * padded_row(most_keys) + padded_row(most_keys + 4 + 4 * kPhiloxCounters) : 0;
   }
 
-  // Makes products of n queries from q on with these keys scores. Of the softcap's slopes, where they are wanted.
-  void finish(const Head& head, int64_t q, int64_t n, KeyRange keys, T* s, int64_t ld, T* slopes) const {
+  // Makes products of n queries from q on with these keys scores, and the softcap's slopes where they are wanted. Not
+  // inlined: compiled once, the forward and the backward pass get the same bits.
+  [[gnu::noinline]] void finish(const Head& head, int64_t q, int64_t n, KeyRange keys, T* s, int64_t ld,
+                                T* slopes) const {
     const int64_t count = keys.last - keys.first;
     if (p.softcap > 0) cap(count, s, ld, slopes);
     if (p.alibi_slopes) add_alibi(head, q, keys, s, ld);
@@ -73,11 +75,15 @@ class Scores {
     });
   }
 
-  // The scores of one query, of products that lie along memory.
-  void finish_line(const Head& head, int64_t i, KeyRange keys, T* s) const {
+  // The same of one query, whose products lie along memory.
+  [[gnu::noinline]] void finish_line(const Head& head, int64_t i, KeyRange keys, T* s, T* slopes) const {
     const int64_t n = keys.last - keys.first;
     if (p.softcap > 0)
-      for (int64_t j = 0; j < n; ++j) s[j] = T(p.softcap) * std::tanh(s[j] * T(1 / p.softcap));
+      for (int64_t j = 0; j < n; ++j) {
+        const T t = std::tanh(s[j] * T(1 / p.softcap));
+        if (slopes) slopes[j] = 1 - t * t;
+        s[j] = T(p.softcap) * t;
+      }
     if (p.alibi_slopes) {
       const T slope = alibi_slope(head);
       const int64_t center = i + head.sequence.shift(p) - keys.first;

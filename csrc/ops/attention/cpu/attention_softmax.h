@@ -122,7 +122,7 @@ class Results {
     for (int64_t lane = 0; lane < kLanes; ++lane) factor[lane] = total[lane] == 0 ? T(0) : 1 / total[lane];
     scale_panel(sums, p.value_width, factor);
     unpack_columns(sums, kLanes, n, p.value_width, query_rows<S>(p.output, head).from(i));
-    for (int64_t lane = 0; lane < n; ++lane) put_lse(head, i + lane, {peak[lane], total[lane]});
+    for (int64_t lane = 0; lane < n; ++lane) put_row(head, i + lane, {peak[lane], total[lane]});
   }
 
   void merge() const {
@@ -160,12 +160,18 @@ class Results {
   void finish(const Head& head, int64_t i, T* sums, RowSums<T> row) const {
     scale_row(sums, p.value_width, row.total == 0 ? T(0) : 1 / row.total);
     unpack_rows(sums, 0, 1, p.value_width, query_rows<S>(p.output, head).from(i));
-    put_lse(head, i, row);
+    put_row(head, i, row);
   }
 
-  void put_lse(const Head& head, int64_t i, RowSums<T> row) const {
-    if (p.lse)
-      static_cast<T*>(p.lse)[head.first_row + i] = row.total == 0 ? kHidden<T> : row.peak + std::log(row.total);
+  // Without a key both peak and log_total are -inf.
+  void put_row(const Head& head, int64_t i, RowSums<T> row) const {
+    if (!p.lse && !p.statistics) return;
+    const T log_total = std::log(row.total);
+    if (p.lse) static_cast<T*>(p.lse)[head.first_row + i] = row.peak + log_total;
+    if (!p.statistics) return;
+    T* const to = static_cast<T*>(p.statistics) + 2 * (head.first_row + i);
+    to[0] = row.peak;
+    to[1] = log_total;
   }
 
   const AttentionParams& p;

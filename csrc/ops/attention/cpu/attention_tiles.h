@@ -51,9 +51,15 @@ struct Head {
   }
 };
 
+inline constexpr int64_t kFewQueries = 4;
+
 // The longest sequences.
 struct Lengths {
   int64_t queries = 0, keys = 0;
+
+  // Whether each score is summed by `dot`, as it suits few queries, instead of in the products of panels: in other
+  // orders, so that the forward and the backward pass both ask this.
+  bool has_few_queries() const { return queries <= kFewQueries; }
 
   explicit Lengths(const AttentionParams& p) {
     for (int64_t b = 0; b < (p.query_starts ? p.batch : 1); ++b) {

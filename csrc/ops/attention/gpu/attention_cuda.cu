@@ -75,7 +75,7 @@ Cut forward_cut(const AttentionParams& params) {
 template <typename T>
 int64_t forward_workspace(const AttentionParams& params) {
   const int64_t splits = forward_cut<T>(params).splits;
-  return splits == 1 ? 0 : splits * rows_of(params) * (params.value_width + 1) * sizeof(RealOf<T>);
+  return splits == 1 ? 0 : splits * rows_of(params) * (params.value_width + 2) * sizeof(RealOf<T>);
 }
 
 template <typename T>
@@ -95,8 +95,8 @@ const char* forward(const AttentionParams& params, void* workspace, GpuStream st
   const Cut cut = forward_cut<T>(params);
   Partials<Real> partials{nullptr, nullptr, rows_of(params)};
   if (cut.splits > 1) {
-    partials.lse = static_cast<Real*>(workspace);
-    partials.output = partials.lse + cut.splits * partials.rows;
+    partials.sums = static_cast<RowSums<Real>*>(workspace);
+    partials.output = reinterpret_cast<Real*>(partials.sums + cut.splits * partials.rows);
   }
   if (takes_mma<T>(params)) {
     forward_mma<T>(params, partials, cut, stream);
@@ -143,7 +143,7 @@ void backward_mma(const AttentionParams& params, const AttentionGradients& gradi
 template <typename T, bool kOfKeys>
 void backward_rows(const AttentionParams& params, const AttentionGradients& gradients,
                    const RowStatistics<RealOf<T>>* statistics, int64_t width, GpuStream stream) {
-  if (takes_mma<T>(params) && has_aligned_rows(gradients.output)) {
+  if (takes_mma<T>(params)) {
     backward_mma<T, kOfKeys>(params, gradients, statistics, width, stream);
   } else {
     backward_simt<T, kOfKeys>(params, gradients, statistics, width, stream);
@@ -152,13 +152,30 @@ void backward_rows(const AttentionParams& params, const AttentionGradients& grad
 
 template <typename T>
 void backward_mask(const AttentionParams& params, const AttentionGradients& gradients,
-                   const RowStatistics<RealOf<T>>* statistics, GpuStream stream) {
-  using Tile = SimtTile<T>;
-  const int64_t* stride = gradients.mask.stride;
-  const int64_t tiles = (stride[0] ? params.batch : 1) * (stride[1] ? params.heads : 1) *
-                        (stride[2] ? ceil_div(params.queries, Tile::kRows) : 1) *
-                        (stride[3] ? ceil_div(params.keys, Tile::kColumns) : 1);
-  MYVISION_LAUNCH(attention_backward_mask<T>, blocks_for(tiles), Tile::kThreads, stream, params, gradients, statistics);
+                   const RowStatistics<RealOf<T>>* statistics, const MaskTarget& target, GpuStream stream) {
+  if constexpr (kHasMma && kIsHalf<T>) {
+    if (takes_mma<T>(params)) {
+      return with_mma_width(params, [&](auto width) {
+        constexpr int kBytes = kBackwardShared<width> * sizeof(T);
+        const MmaMaskCut<width> cut(params, target.mask);
+        MYVISION_LAUNCH_WITH_SHARED((attention_backward_mask_mma<T, width>), blocks_for(cut.count()), kMmaThreads,
+                                    kBytes, stream, params, gradients, statistics, target, cut);
+      });
+    }
+  }
+  const SimtMaskCut<T> cut(params, target.mask);
+  MYVISION_LAUNCH(attention_backward_mask_simt<T>, blocks_for(cut.count()), SimtTile<T>::kThreads, stream, params,
+                  gradients, statistics, target, cut);
+}
+
+// Of the statistics, dot of all rows: the gradient of a mask that has one number for each row, since the gradients of
+// scores are made as if dot were what stands there, and probabilities add up to 1.
+template <typename T>
+void sum_dots(const AttentionParams& params, const AttentionGradients& gradients, RowStatistics<RealOf<T>>* statistics,
+              GpuStream stream) {
+  constexpr int64_t kRow = sizeof(*statistics) / sizeof(statistics->dot);
+  const Strided4 dots{&statistics->dot, {params.heads * params.queries * kRow, params.queries * kRow, kRow, 0}};
+  backward_mask<T>(params, gradients, statistics, {dots, true}, stream);
 }
 
 template <typename T>
@@ -168,13 +185,16 @@ const char* backward(const AttentionParams& params, const AttentionGradients& gr
   const Cut rows = small_cut(params);
   MYVISION_LAUNCH(attention_backward_rows<T>, blocks_for(rows.count()), kRowThreads, stream, params, gradients,
                   statistics, rows);
+  if (sums_dot<T>(gradients)) sum_dots<T>(params, gradients, statistics, stream);
   if (gradients.query.data) backward_rows<T, false>(params, gradients, statistics, params.width, stream);
   if (gradients.key.data || gradients.value.data) {
     const int64_t width =
         std::max(gradients.key.data ? params.width : 0, gradients.value.data ? params.value_width : 0);
     backward_rows<T, true>(params, gradients, statistics, width, stream);
   }
-  if (gradients.mask.data) backward_mask<T>(params, gradients, statistics, stream);
+  if (gradients.mask.data) {
+    backward_mask<T>(params, gradients, statistics, {gradients.mask, params.mask_dtype != params.dtype}, stream);
+  }
   return launch_error();
 }
 
@@ -189,6 +209,12 @@ int64_t attention_forward_cuda_workspace(const AttentionParams& params) {
     default:
       return forward_workspace<Half>(params);
   }
+}
+
+bool attention_backward_cuda_takes(const AttentionParams& params, const Strided4& grad_output) {
+  return has_aligned_rows(grad_output) ||
+         !(params.dtype == Dtype::Float16 ? takes_mma<Half>(params)
+                                          : params.dtype == Dtype::BFloat16 && takes_mma<BFloat16>(params));
 }
 
 int64_t attention_backward_cuda_workspace(const AttentionParams& params, const AttentionGradients&) {

@@ -172,6 +172,7 @@ struct Score {
   __device__ __forceinline__ bool is_seen() const { return value != kMinusInfinity<Real>; }
 };
 
+// The same bits in every kernel, as backward takes what forward found of them off them before it exponentiates.
 template <typename T>
 class Scores {
  public:
@@ -193,7 +194,9 @@ class Scores {
            last_i <= sequence_.queries && last_j <= sequence_.keys &&
            j - (last_i - 1) - shift_ >= -params_.window_left && last_j - 1 - i - shift_ <= params_.window_right;
   }
-  __device__ __forceinline__ Score<Real> plain(Real product) const { return {product * scale_, scale_}; }
+  __device__ __forceinline__ Score<Real> plain(Real product) const {
+    return {rounded_product(product, scale_), scale_};
+  }
 
   __device__ __forceinline__ Score<Real> operator()(Real product, int64_t i, int64_t j) const {
     const int64_t distance = j - i - shift_;
@@ -204,10 +207,12 @@ class Scores {
     Score<Real> score = plain(product);
     if (softcap_ > 0) {
       const Real part = std::tanh(score.value / softcap_);
-      score.value = softcap_ * part;
+      score.value = rounded_product(softcap_, part);
       score.slope *= 1 - part * part;
     }
-    if (params_.alibi_slopes) score.value -= alibi_ * static_cast<Real>(distance < 0 ? -distance : distance);
+    if (params_.alibi_slopes) {
+      score.value -= rounded_product(alibi_, static_cast<Real>(distance < 0 ? -distance : distance));
+    }
     if (params_.mask_kind != AttentionMask::None) score.value = masked(score.value, i, j);
     return score;
   }
@@ -263,16 +268,22 @@ class Dropout {
   const Real kept_;
 };
 
+// What the softmax of a row comes to: -inf and 0 where it sees no key.
+template <typename Real>
+struct RowSums {
+  Real peak, total;
+};
+
 // What backward knows of a query.
 template <typename Real>
 struct RowStatistics {
-  Real lse;
-  Real rest;  // of the log-sum-exp, which rounding took from it
-  Real dot;   // of output and its gradient, less the gradient of lse
+  Real peak, log_total;  // as forward left them
+  Real dot;              // of output and its gradient, less the gradient of lse
 
-  // -inf for what no probability comes from.
-  __device__ __forceinline__ bool has_keys() const { return lse != kMinusInfinity<Real>; }
+  __device__ __forceinline__ bool has_keys() const { return log_total != kMinusInfinity<Real>; }
 };
+template <typename Real>
+inline constexpr RowStatistics<Real> kNoRow{kMinusInfinity<Real>, kMinusInfinity<Real>, 0};
 
 // A probability as backward needs it.
 template <typename Real>
@@ -286,7 +297,7 @@ template <typename Real>
 __device__ __forceinline__ Gradient<Real> gradient_of(const Score<Real>& score, const RowStatistics<Real>& row,
                                                       Real factor, Real of_dropped) {
   if (!score.is_seen() || !row.has_keys()) return {kUnseen<Real>, kUnseen<Real>, kUnseen<Real>};
-  const Real probability = std::exp((score.value - row.lse) - row.rest);
+  const Real probability = std::exp((score.value - row.peak) - row.log_total);
   const Real of_score = probability * (of_dropped * factor - row.dot);
   return {probability * factor, of_score, of_score * score.slope + 0};  // + 0: no negative zero
 }
@@ -329,13 +340,23 @@ __device__ __forceinline__ void with_care(Compute compute) {
 
 // ---- small kernels --------------------------------------------------------------------------------------------------
 
-// The results of splits: output is [splits, rows, value_width], lse [splits, rows]. Null where there is one split.
+// The results of splits: output is [splits, rows, value_width], sums [splits, rows]. Null where there is one split.
 template <typename Real>
 struct Partials {
   Real* output;
-  Real* lse;
+  RowSums<Real>* sums;
   int64_t rows;
 };
+
+// What forward returns of a row beside its output.
+template <typename Real>
+__device__ __forceinline__ void set_row(const AttentionParams& params, int64_t row, const RowSums<Real>& sums) {
+  const Real log_total = std::log(sums.total);  // -inf, as peak is, where there is no key
+  if (params.lse) static_cast<Real*>(params.lse)[row] = sums.peak + log_total;
+  if (!params.statistics) return;
+  Real* const statistics = static_cast<Real*>(params.statistics) + 2 * row;
+  statistics[0] = sums.peak, statistics[1] = log_total;
+}
 
 // Where a block writes what it found for the queries of a head: to the results, or to those of its split.
 template <typename T>
@@ -346,22 +367,24 @@ class ForwardTarget {
   __device__ __forceinline__ ForwardTarget(const Head<T>& head, const Partials<Real>& partials, int64_t split)
       : head_(head),
         output_(head.of_queries(head.params.output, head.params.value_width)),
-        split_output_(partials.lse ? partials.output + split * partials.rows * output_.columns : nullptr),
-        lse_(partials.lse ? partials.lse + split * partials.rows : static_cast<Real*>(head.params.lse)) {}
+        split_output_(partials.sums ? partials.output + split * partials.rows * output_.columns : nullptr),
+        split_sums_(partials.sums ? partials.sums + split * partials.rows : nullptr) {}
 
   __device__ __forceinline__ void set(int64_t i, int64_t column, Real value) const {
     if (!split_output_) return output_.set(i, column, value);
     if (output_.has(i, column)) split_output_[head_.row(i) * output_.columns + column] = value;
   }
-  __device__ __forceinline__ void set_lse(int64_t i, Real lse) const {
-    if (lse_ && i < output_.rows) lse_[head_.row(i)] = lse;
+  __device__ __forceinline__ void set_sums(int64_t i, const RowSums<Real>& sums) const {
+    if (i >= output_.rows) return;
+    if (!split_sums_) return set_row(head_.params, head_.row(i), sums);
+    split_sums_[head_.row(i)] = sums;
   }
 
  private:
   const Head<T>& head_;
   const Matrix<T> output_;
   Real* const split_output_;
-  Real* const lse_;
+  RowSums<Real>* const split_sums_;
 };
 
 // The outputs of splits, weighted by what their keys have of the sum, in the order of the splits.
@@ -380,47 +403,33 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
     for (int64_t place = threadIdx.x; place < (last - piece.tile.first) * width; place += kRowThreads) {
       const int64_t line = divide(place, width), column = place - line * width, i = piece.tile.first + line;
       const int64_t row = head.row(i);
-      Real highest = kMinusInfinity<Real>, total = 0, sum = 0;
+      RowSums<Real> all{kMinusInfinity<Real>, 0};
+      Real sum = 0;
       for (int64_t split = 0; split < splits; ++split) {
-        const Real lse = partials.lse[split * partials.rows + row];
-        highest = lse > highest ? lse : highest;
+        const Real peak = partials.sums[split * partials.rows + row].peak;
+        all.peak = peak > all.peak ? peak : all.peak;
       }
-      for (int64_t split = 0; split < splits && highest != kMinusInfinity<Real>; ++split) {
+      for (int64_t split = 0; split < splits; ++split) {
         const int64_t of_split = split * partials.rows + row;
-        const Real weight = std::exp(partials.lse[of_split] - highest);
-        total += weight;
+        const auto [peak, total] = partials.sums[of_split];
+        const Real weight = peak == kMinusInfinity<Real> ? total : total * std::exp(peak - all.peak);
+        all.total += weight;
         if (column < params.value_width) sum += weight * partials.output[of_split * params.value_width + column];
       }
-      output.set(i, column, total == 0 ? 0 : sum / total);
-      if (params.lse && column == 0) {
-        static_cast<Real*>(params.lse)[row] = total == 0 ? kMinusInfinity<Real> : highest + std::log(total);
-      }
+      output.set(i, column, all.total == 0 ? 0 : sum / all.total);
+      if (column == 0) set_row(params, row, all);
     }
   }
 }
 
-// The sum of what the log-sum-exp says are the probabilities of query i, by a warp. It is 1, unless lse is so large
-// that the logarithm of the number of keys was lost in it.
+// Whether dot is summed from the gradients of probabilities: where the output was rounded to a half type, and a
+// gradient of the mask would show it, as a sum over the row of what cancels.
 template <typename T>
-__device__ __forceinline__ RealOf<T> sum_of_probabilities(const Head<T>& head, int64_t i, RealOf<T> lse) {
-  const auto query = head.of_queries(head.params.query, head.params.width);
-  const auto key = head.of_keys(head.params.key, head.params.width);
-  const Scores<T> scores(head);
-  const KeyRange range = keys_of(head.params, head.sequence, i);
-  RealOf<T> sum = 0;
-  for (int64_t j = range.first + threadIdx.x % kWarpSize; j < range.last; j += kWarpSize) {
-    RealOf<T> product = 0;
-    for (int64_t column = 0; column < query.columns; ++column) product += query.get(i, column) * key.get(j, column);
-    const auto score = scores(product, i, j);
-    if (score.is_seen()) sum += std::exp(score.value - lse);
-  }
-  return warp_sum(sum);
+MYVISION_HOST_DEVICE bool sums_dot(const AttentionGradients& gradients) {
+  return sizeof(T) < sizeof(RealOf<T>) && gradients.mask.data;
 }
 
-// From here on lse is rounded so much that probabilities show it.
-inline constexpr int kLargeLse = 1024;
-
-// RowStatistics, by a warp for each row.
+// RowStatistics, by a warp for each row. Where dot is summed it begins with the gradient of lse.
 template <typename T>
 __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
     attention_backward_rows(const AttentionParams params, const AttentionGradients gradients,
@@ -435,16 +444,99 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
     const int64_t last = min(piece.tile.first + cut.tiles.size, head.sequence.queries);
     for (int64_t i = piece.tile.first + threadIdx.x / kWarpSize; i < last; i += kRowThreads / kWarpSize) {
       const int64_t row = head.row(i);
+      const Real of_lse = gradients.lse ? static_cast<const Real*>(gradients.lse)[row] : 0;
       Real dot = 0;
       for (int64_t column = threadIdx.x % kWarpSize; column < params.value_width; column += kWarpSize) {
         dot += output.get(i, column) * gradient.get(i, column);
       }
-      dot = warp_sum(dot);
-      if (gradients.lse) dot -= static_cast<const Real*>(gradients.lse)[row];
-      const Real lse = static_cast<const Real*>(params.lse)[row];
-      const bool is_large = std::isfinite(lse) && std::fabs(lse) > kLargeLse;
-      const Real rest = is_large ? std::log(sum_of_probabilities(head, i, lse)) : 0;
-      if (threadIdx.x % kWarpSize == 0) statistics[row] = {lse, rest, dot};
+      dot = sums_dot<T>(gradients) ? of_lse : warp_sum(dot) - of_lse;
+      const Real* const of_forward = static_cast<const Real*>(params.statistics) + 2 * row;
+      if (threadIdx.x % kWarpSize == 0) statistics[row] = {of_forward[0], of_forward[1], dot};
+    }
+  }
+}
+
+// ---- the gradient of the mask ---------------------------------------------------------------------------------------
+
+// Where the gradient of a mask goes: of T, or of float.
+struct MaskTarget {
+  Strided4 mask;
+  bool is_float;
+};
+
+// How many numbers of a dimension the mask has of its own, and how many share each of them.
+struct MaskDim {
+  int64_t own, shared;
+};
+
+MYVISION_HOST_DEVICE MaskDim mask_dim(const Strided4& mask, int dim, int64_t size) {
+  return mask.stride[dim] == 0 ? MaskDim{1, size} : MaskDim{size, 1};
+}
+
+// A tile of scores: of query i and key j on.
+struct MaskPiece {
+  int64_t b, head, i, j;
+};
+
+// A mask in tiles of kRows x kColumns of what it has of its own.
+template <int kRows, int kColumns>
+struct MaskCut {
+  MaskDim batch, heads, rows, columns;
+
+  MYVISION_HOST_DEVICE MaskCut(const AttentionParams& params, const Strided4& mask)
+      : batch(mask_dim(mask, 0, params.batch)),
+        heads(mask_dim(mask, 1, params.heads)),
+        rows(mask_dim(mask, 2, (params.queries + kRows - 1) / kRows)),
+        columns(mask_dim(mask, 3, (params.keys + kColumns - 1) / kColumns)) {}
+
+  MYVISION_HOST_DEVICE int64_t count() const { return batch.own * heads.own * rows.own * columns.own; }
+
+  __device__ __forceinline__ MaskPiece piece(int64_t index) const {
+    const int64_t line = divide(index, columns.own), plane = divide(line, rows.own), b = divide(plane, heads.own);
+    return {b, plane - b * heads.own, (line - plane * rows.own) * kRows, (index - line * columns.own) * kColumns};
+  }
+
+  // Calls start(head, i) for all tiles of queries that share the piece, and after it add(head, i, j) for those of keys.
+  template <typename T, typename Start, typename Add>
+  __device__ __forceinline__ void visit(const AttentionParams& params, const MaskPiece& piece, Start start,
+                                        Add add) const {
+    for (int64_t b = piece.b; b < piece.b + batch.shared; ++b) {
+      for (int64_t h = piece.head; h < piece.head + heads.shared; ++h) {
+        const Head<T> head(params, b, h);
+        for (int64_t i = piece.i; i < piece.i + rows.shared * kRows; i += kRows) {
+          const KeyRange range = keys_of_tile(params, head.sequence, i, kRows);
+          start(head, i);
+          for (int64_t j = piece.j; j < piece.j + columns.shared * kColumns; j += kColumns) {
+            if (j < range.last && j + kColumns > range.first) add(head, i, j);
+          }
+        }
+      }
+    }
+  }
+};
+
+// Writes what a block of kThreads found for a piece, staged[column * pitch + row], summed over what shares an element:
+// over the rows, the columns, both or neither.
+template <typename T, int kThreads, int kRows, int kColumns>
+__device__ __forceinline__ void store_mask_gradient(const AttentionParams& params, const MaskTarget& target,
+                                                    const MaskPiece& piece, const RealOf<T>* staged, int pitch) {
+  const auto gradient = matrix_of<T>(target.mask, piece.b, piece.head, 0, params.queries, params.keys);
+  const bool shares_rows = gradient.row_stride == 0, shares_columns = gradient.column_stride == 0;
+  const int rows = shares_rows ? 1 : kRows, columns = shares_columns ? 1 : kColumns;
+  const int64_t place_of_head = piece.b * target.mask.stride[0] + piece.head * target.mask.stride[1];
+  for (int place = threadIdx.x; place < rows * columns; place += kThreads) {
+    const int row = place / columns, column = place % columns;
+    if (!gradient.has(piece.i + row, piece.j + column)) continue;
+    RealOf<T> sum = 0;
+    for (int c = column; c < (shares_columns ? kColumns : column + 1); ++c) {
+      for (int r = row; r < (shares_rows ? kRows : row + 1); ++r) sum += staged[c * pitch + r];
+    }
+    if (target.is_float) {
+      const int64_t offset =
+          place_of_head + (piece.i + row) * gradient.row_stride + (piece.j + column) * gradient.column_stride;
+      static_cast<float*>(target.mask.data)[offset] = static_cast<float>(sum);
+    } else {
+      gradient.set(piece.i + row, piece.j + column, sum);
     }
   }
 }

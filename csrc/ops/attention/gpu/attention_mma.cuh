@@ -231,16 +231,16 @@ struct MmaSoftmax {
     drop(products, head, i, j);
   }
 
-  // Output and log-sum-exp of row r, once all keys were added.
+  // Output and what is known of row r, once all keys were added.
   template <int r>
-  __device__ __forceinline__ float finish() {
+  __device__ __forceinline__ RowSums<float> finish() {
     const float total = combine_quad(sum[r], [](float a, float b) { return a + b; });
 #pragma unroll
     for (auto& tile : output) {
 #pragma unroll
       for (int e = 2 * r; e < 2 * r + 2; ++e) tile[e] = total == 0 ? 0 : tile[e] / total;
     }
-    return total == 0 ? kMinusInfinity<float> : highest[r] + std::log(total);
+    return {highest[r], total};
   }
 
  private:
@@ -339,10 +339,10 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
         return all_finite(softmax.output);
       });
       const ForwardTarget<T> target(head, partials, piece.split);
-      const float lse[2] = {softmax.template finish<0>(), softmax.template finish<1>()};
+      const RowSums<float> sums[2] = {softmax.template finish<0>(), softmax.template finish<1>()};
       if (piece.chunk == 0 && mma_lane() % 4 == 0) {
-        target.set_lse(first + mma_warp_row() + mma_row(0), lse[0]);
-        target.set_lse(first + mma_warp_row() + mma_row(2), lse[1]);
+        target.set_sums(first + mma_warp_row() + mma_row(0), sums[0]);
+        target.set_sums(first + mma_warp_row() + mma_row(2), sums[1]);
       }
       visit_fragments(softmax.output, chunk,
                       [&](int row, int column, float number) { target.set(first + row, column, number); });
@@ -352,13 +352,14 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// Makes of a lane's products what the gradient of the product is, and of the gradients of the dropped probabilities
-// these. The block's rows begin at `row` and its columns at `column`: of keys and queries where kOfKeys, else the other
+// Calls visit(tile, e, gradient) for each of a lane's products, of which the gradients of the dropped probabilities are
+// given. The block's rows begin at `row` and its columns at `column`: of keys and queries where kOfKeys, else the other
 // way round.
-template <typename T, bool kOfKeys, int kTiles>
-__device__ __forceinline__ void make_gradients(float (&products)[kTiles][4], float (&of_dropped)[kTiles][4],
-                                               const Head<T>& head, const RowStatistics<float>* statistics, int64_t row,
-                                               int64_t column) {
+template <typename T, bool kOfKeys, int kTiles, typename Visit>
+__device__ __forceinline__ void visit_fragment_gradients(const float (&products)[kTiles][4],
+                                                         const float (&of_dropped)[kTiles][4], const Head<T>& head,
+                                                         const RowStatistics<float>* statistics, int64_t row,
+                                                         int64_t column, Visit visit) {
   const Scores<T> scores(head);
   const Dropout<T> dropout(head);
   const int64_t last_row = row + kMmaRows, last_column = column + kTiles * 8;
@@ -366,7 +367,7 @@ __device__ __forceinline__ void make_gradients(float (&products)[kTiles][4], flo
                              : scores.are_plain(row, last_row, column, last_column);
   row += mma_warp_row();
   const auto statistics_of = [&](int64_t i) {
-    return i < head.sequence.queries ? statistics[head.row(i)] : RowStatistics<float>{kMinusInfinity<float>, 0, 0};
+    return i < head.sequence.queries ? statistics[head.row(i)] : kNoRow<float>;
   };
   RowStatistics<float> of_lines[2];  // of the lane's queries: its rows, or the columns of a fragment
 #pragma unroll
@@ -380,9 +381,7 @@ __device__ __forceinline__ void make_gradients(float (&products)[kTiles][4], flo
       if (kOfKeys ? e < 2 : tile == 0 && e % 2 == 0) of_lines[line] = statistics_of(i);
       if (kOfKeys || e % 2 == 0) words = dropout.words(i, j / 4);
       const Score<float> score = plain ? scores.plain(products[tile][e]) : scores(products[tile][e], i, j);
-      const Gradient<float> gradient =
-          gradient_of(score, of_lines[line], dropout.factor(word_of(words, j)), of_dropped[tile][e]);
-      products[tile][e] = gradient.of_product, of_dropped[tile][e] = gradient.dropped;
+      visit(tile, e, gradient_of(score, of_lines[line], dropout.factor(word_of(words, j)), of_dropped[tile][e]));
     }
   }
 }
@@ -430,7 +429,11 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
                 Fragments<kColumns> products, of_dropped;
                 multiply_tiles<kWidth>(products, rows, columns, width);
                 multiply_tiles<kWidth>(of_dropped, value_rows, columns + kTile, value_width);
-                make_gradients<T, kOfKeys>(products, of_dropped, head, statistics, first, tile);
+                visit_fragment_gradients<T, kOfKeys>(products, of_dropped, head, statistics, first, tile,
+                                                     [&](int number, int e, const Gradient<float>& gradient) {
+                                                       products[number][e] = gradient.of_product,
+                                                       of_dropped[number][e] = gradient.dropped;
+                                                     });
                 add_weighted_tiles<kWidth>(of_product_side, products, columns, chunk, width, careful);
                 if constexpr (kOfKeys) {
                   add_weighted_tiles<kWidth>(of_value_side, of_dropped, columns + kTile, chunk, value_width, careful);
@@ -451,6 +454,58 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
       } else {
         store(head.of_queries(gradients.query, width), gradients.query.data, of_product_side);
       }
+    }
+  }
+}
+
+template <int kWidth>
+using MmaMaskCut = MaskCut<kMmaRows, kBackwardColumns<kWidth>>;
+
+template <typename T, int kWidth>
+__global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
+    attention_backward_mask_mma(const AttentionParams params, const AttentionGradients gradients,
+                                const RowStatistics<float>* statistics, const MaskTarget target,
+                                const MmaMaskCut<kWidth> cut) {
+  if constexpr (kHasMma) {
+    constexpr int kColumns = kBackwardColumns<kWidth>, kTile = kColumns * kWidth, kPitch = kMmaRows + 1;
+    static_assert(kColumns * kPitch * sizeof(float) <= kBackwardShared<kWidth> * sizeof(T));
+    MYVISION_DYNAMIC_SHARED(T, queries, kMmaVariableBytes);
+    T *const of_outputs = queries + kMmaRows * kWidth, *const keys = of_outputs + kMmaRows * kWidth;
+    T* const values = keys + kTile;
+    const int width = static_cast<int>(params.width), value_width = static_cast<int>(params.value_width);
+    const int64_t count = cut.count();
+    for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+      const MaskPiece piece = cut.piece(index);
+      Fragments<kColumns> sums;
+      set_zero(sums);
+      cut.template visit<T>(
+          params, piece,
+          [&](const Head<T>& head, int64_t i) {
+            __syncthreads();  // the readers of what was there are done
+            copy_tile<kWidth, kMmaRows>(queries, head.of_queries(params.query, width), i);
+            copy_tile<kWidth, kMmaRows>(of_outputs, head.of_queries(gradients.output, value_width), i);
+          },
+          [&](const Head<T>& head, int64_t i, int64_t j) {
+            __syncthreads();
+            copy_tile<kWidth, kColumns>(keys, head.of_keys(params.key, width), j);
+            copy_tile<kWidth, kColumns>(values, head.of_keys(params.value, value_width), j);
+            commit_copies();
+            wait_for_copies<0>();
+            __syncthreads();
+            Fragments<kColumns> products, of_dropped;
+            multiply_tiles<kWidth>(products, queries, keys, width);
+            multiply_tiles<kWidth>(of_dropped, of_outputs, values, value_width);
+            visit_fragment_gradients<T, false>(
+                products, of_dropped, head, statistics, i, j,
+                [&](int tile, int e, const Gradient<float>& gradient) { sums[tile][e] += gradient.of_score; });
+          });
+      float* const staged = reinterpret_cast<float*>(queries);
+      commit_copies();
+      wait_for_copies<0>();  // also those that no tile of keys has waited for
+      __syncthreads();
+      visit_fragments(sums, 0, [&](int row, int column, float number) { staged[column * kPitch + row] = number; });
+      __syncthreads();
+      store_mask_gradient<T, kMmaThreads, kMmaRows, kColumns>(params, target, piece, staged, kPitch);
     }
   }
 }

@@ -225,12 +225,12 @@ struct SimtSoftmax {
     }
   }
 
-  // Output and log-sum-exp, once all keys were added.
-  __device__ __forceinline__ Real finish(int r) {
+  // Output and what is known of a row, once all keys were added.
+  __device__ __forceinline__ RowSums<Real> finish(int r) {
     const Real total = combine_row<T>(sum[r], [](Real a, Real b) { return a + b; });
 #pragma unroll
     for (auto& number : output[r]) number = total == 0 ? 0 : number / total;
-    return total == 0 ? kMinusInfinity<Real> : highest[r] + std::log(total);
+    return {highest[r], total};
   }
 
  private:
@@ -291,8 +291,8 @@ __global__ void MYVISION_LAUNCH_BOUNDS(SimtTile<T>::kThreads, 1)
 #pragma unroll
     for (int r = 0; r < Tile::kThreadRows; ++r) {
       const int64_t i = first + Tile::row() + r;
-      const Real lse = softmax.finish(r);
-      if (piece.chunk == 0 && threadIdx.x % Tile::kAcross == 0) target.set_lse(i, lse);
+      const RowSums<Real> sums = softmax.finish(r);
+      if (piece.chunk == 0 && threadIdx.x % Tile::kAcross == 0) target.set_sums(i, sums);
       visit_results<T>(softmax.output[r], [&](int column, Real number) { target.set(i, chunk + column, number); });
     }
   }
@@ -333,8 +333,7 @@ __device__ __forceinline__ void visit_gradients(const typename SimtTile<T>::Valu
   store_values<T>(of_dropped, shared.weights[1]);
 #pragma unroll 1  // from shared memory, so that registers do not have to hold all that a score takes 16 times
   for (int q = 0; q < kQueries; ++q) {
-    RowStatistics<Real> row{kMinusInfinity<Real>, 0, 0};
-    if (i + q < head.sequence.queries) row = statistics[head.row(i + q)];
+    const RowStatistics<Real> row = i + q < head.sequence.queries ? statistics[head.row(i + q)] : kNoRow<Real>;
     const PhiloxWords words = dropout.words(i + q, j / 4);
 #pragma unroll
     for (int k = 0; k < kKeys; ++k) {
@@ -407,91 +406,45 @@ __global__ void MYVISION_LAUNCH_BOUNDS(SimtTile<T>::kThreads, 1)
 
 // ---- the gradient of the mask ---------------------------------------------------------------------------------------
 
-// How many numbers of a dimension the mask has of its own, and how many share each of them.
-struct MaskDim {
-  int64_t own, shared;
-};
-
-__device__ __forceinline__ MaskDim mask_dim(const Strided4& mask, int dim, int64_t size) {
-  return mask.stride[dim] == 0 ? MaskDim{1, size} : MaskDim{size, 1};
-}
-
-// Writes the sums of a tile over what its elements share: over its rows, its columns, both or neither.
 template <typename T>
-__device__ __forceinline__ void store_mask_gradient(const AttentionParams& params, const Matrix<T>& gradient,
-                                                    int64_t place_of_head, const typename SimtTile<T>::Values& sums,
-                                                    int64_t i, int64_t j, RealOf<T>* staged) {
-  using Tile = SimtTile<T>;
-  using Real = typename Tile::Real;
-  const bool shares_rows = gradient.row_stride == 0, shares_columns = gradient.column_stride == 0;
-  __syncthreads();
-  store_values<T>(sums, staged);
-  __syncthreads();
-  const int rows = shares_rows ? 1 : Tile::kRows, columns = shares_columns ? 1 : Tile::kColumns;
-  for (int place = threadIdx.x; place < rows * columns; place += Tile::kThreads) {
-    const int row = place / columns, column = place % columns;
-    if (!gradient.has(i + row, j + column)) continue;
-    Real sum = 0;
-    for (int c = column; c < (shares_columns ? Tile::kColumns : column + 1); ++c) {
-      for (int r = row; r < (shares_rows ? Tile::kRows : row + 1); ++r) sum += staged[c * Tile::kRowPitch + r];
-    }
-    const int64_t offset = place_of_head + (i + row) * gradient.row_stride + (j + column) * gradient.column_stride;
-    if (params.mask_dtype == params.dtype) {
-      gradient.data[offset] = from_real<T>(sum);
-    } else {
-      reinterpret_cast<float*>(gradient.data)[offset] = static_cast<float>(sum);
-    }
-  }
-}
+using SimtMaskCut = MaskCut<SimtTile<T>::kRows, SimtTile<T>::kColumns>;
 
 template <typename T>
 __global__ void MYVISION_LAUNCH_BOUNDS(SimtTile<T>::kThreads, 1)
-    attention_backward_mask(const AttentionParams params, const AttentionGradients gradients,
-                            const RowStatistics<RealOf<T>>* statistics) {
+    attention_backward_mask_simt(const AttentionParams params, const AttentionGradients gradients,
+                                 const RowStatistics<RealOf<T>>* statistics, const MaskTarget target,
+                                 const SimtMaskCut<T> cut) {
   using Tile = SimtTile<T>;
   using Real = typename Tile::Real;
   using Shared = SimtShared<T, 2>;
   MYVISION_SHARED(Shared, shared);
-  const MaskDim batch = mask_dim(gradients.mask, 0, params.batch), heads = mask_dim(gradients.mask, 1, params.heads);
-  const MaskDim rows = mask_dim(gradients.mask, 2, (params.queries + Tile::kRows - 1) / Tile::kRows);
-  const MaskDim columns = mask_dim(gradients.mask, 3, (params.keys + Tile::kColumns - 1) / Tile::kColumns);
-  const int64_t count = batch.own * heads.own * rows.own * columns.own;
+  const int64_t count = cut.count();
   for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-    const int64_t line = divide(index, columns.own), plane = divide(line, rows.own), own_b = divide(plane, heads.own);
-    const int64_t own_head = plane - own_b * heads.own;
-    const int64_t own_i = (line - plane * rows.own) * Tile::kRows,
-                  own_j = (index - line * columns.own) * Tile::kColumns;
+    const MaskPiece piece = cut.piece(index);
     typename Tile::Values sums;
     set_zero(sums);
-    const auto add_tile = [&](const Head<T>& head, int64_t i, int64_t j) {
-      const KeyRange range = keys_of_tile(params, head.sequence, i, Tile::kRows);
-      if (j >= range.last || j + Tile::kColumns <= range.first) return;
-      typename Tile::Values products, of_dropped;
-      multiply_rows<T>(products, head.of_queries(params.query, params.width), i, head.of_keys(params.key, params.width),
-                       j, shared.staged);
-      multiply_rows<T>(of_dropped, head.of_queries(gradients.output, params.value_width), i,
-                       head.of_keys(params.value, params.value_width), j, shared.staged);
-      visit_gradients<T, false>(
-          products, of_dropped, head, statistics, i, j, shared,
-          [&](int number, const Gradient<Real>& gradient) { shared.weights[0][number] = gradient.of_score; });
+    cut.template visit<T>(
+        params, piece, [](const Head<T>&, int64_t) {},
+        [&](const Head<T>& head, int64_t i, int64_t j) {
+          typename Tile::Values products, of_dropped;
+          multiply_rows<T>(products, head.of_queries(params.query, params.width), i,
+                           head.of_keys(params.key, params.width), j, shared.staged);
+          multiply_rows<T>(of_dropped, head.of_queries(gradients.output, params.value_width), i,
+                           head.of_keys(params.value, params.value_width), j, shared.staged);
+          visit_gradients<T, false>(
+              products, of_dropped, head, statistics, i, j, shared,
+              [&](int number, const Gradient<Real>& gradient) { shared.weights[0][number] = gradient.of_score; });
 #pragma unroll
-      for (int r = 0; r < Tile::kThreadRows; ++r) {
+          for (int r = 0; r < Tile::kThreadRows; ++r) {
 #pragma unroll
-        for (int c = 0; c < Tile::kThreadColumns; ++c) sums[r][c] += shared.weights[0][Tile::place(r, c)];
-      }
-    };
-    for (int64_t b = own_b; b < own_b + batch.shared; ++b) {
-      for (int64_t h = own_head; h < own_head + heads.shared; ++h) {
-        const Head<T> head(params, b, h);
-        for (int64_t i = own_i; i < own_i + rows.shared * Tile::kRows; i += Tile::kRows) {
-          for (int64_t j = own_j; j < own_j + columns.shared * Tile::kColumns; j += Tile::kColumns)
-            add_tile(head, i, j);
-        }
-      }
-    }
-    const auto gradient = matrix_of<T>(gradients.mask, 0, 0, 0, params.queries, params.keys);
-    const int64_t place = own_b * gradients.mask.stride[0] + own_head * gradients.mask.stride[1];
-    store_mask_gradient(params, gradient, place, sums, own_i, own_j, shared.weights[0]);
+            for (int c = 0; c < Tile::kThreadColumns; ++c) sums[r][c] += shared.weights[0][Tile::place(r, c)];
+          }
+        });
+    __syncthreads();
+    store_values<T>(sums, shared.weights[0]);
+    __syncthreads();
+    store_mask_gradient<T, Tile::kThreads, Tile::kRows, Tile::kColumns>(params, target, piece, shared.weights[0],
+                                                                        Tile::kRowPitch);
   }
 }
 
