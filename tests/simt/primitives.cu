@@ -172,11 +172,14 @@ __global__ void asynchronous_copies(uint32_t* words) {
   words[threadIdx.x] = sum;
 }
 
+// In all more than the 48 KB that a kernel has unasked, and less than the 64 KB of GPUs with warps of 64.
+constexpr int kSharedWords = 15 * 1024, kSharedStride = kSharedWords / kThreads;
+
 __global__ void dynamic_shared_memory(uint32_t* words) {
   MYVISION_DYNAMIC_SHARED(uint32_t, shared, 0);
-  shared[threadIdx.x * 128] = threadIdx.x;
+  shared[threadIdx.x * kSharedStride] = threadIdx.x;
   __syncthreads();
-  words[threadIdx.x] = shared[(kThreads - 1 - threadIdx.x) * 128];
+  words[threadIdx.x] = shared[(kThreads - 1 - threadIdx.x) * kSharedStride];
 }
 
 // ---- conversions, but of NaN, which has many forms ------------------------------------------------------------------
@@ -262,7 +265,7 @@ void dump_all() {
   dump("vector bfloat16", vectors<BFloat16>, kThreads, 4 * kThreads);
   dump("vector int8", vectors<int8_t>, kThreads, 4 * kThreads);
   dump("copy_async", asynchronous_copies, kThreads, (1 + 4 * 4) * kThreads);
-  dump("dynamic shared memory", dynamic_shared_memory, kThreads, kThreads, kThreads * 128 * sizeof(uint32_t));
+  dump("dynamic shared memory", dynamic_shared_memory, kThreads, kThreads, kSharedWords * sizeof(uint32_t));
   dump("to_real half", to_float<Half>, kThreads, kPatterns);
   dump("to_real bfloat16", to_float<BFloat16>, kThreads, kPatterns);
   dump("from_real half", from_float<Half>, kThreads, kPatterns);
