@@ -94,10 +94,17 @@ def _attention(
     scores = scores.masked_fill(~visible, -math.inf)
     sees = visible.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~sees, 0.0), -1).masked_fill(~sees, 0.0)
-    lse = torch.logsumexp(scores.masked_fill(~sees, 0.0), -1, keepdim=True) if keys else scores.sum(-1, keepdim=True)
+    lse = _logsumexp(scores.masked_fill(~sees, 0.0)) if keys else scores.sum(-1, keepdim=True)
     if keep is not None:
         weights = weights * keep * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))
     return (weights @ v).to(query.dtype), lse.masked_fill(~sees, -math.inf).squeeze(-1)
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """Over the last dimension; torch's own derivative, exp(scores - result), loses the logarithm beside large scores."""
+    peak = scores.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak.isinf(), 0.0)
+    return peak + (scores - peak).exp().sum(-1, keepdim=True).log()
 
 
 def _kept(rows: Tensor, keys: int, counted_keys: int, dropout_p: float, seed: Tensor | None) -> Tensor | None:
