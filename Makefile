@@ -8,11 +8,11 @@ TEST_JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 WHEEL_DIR ?= dist
 
-.PHONY: help build demo test test-all test-rest test-gpu-emulated bench lint wheel asan check-gpu-build clean
+.PHONY: help build demo test test-all test-rest test-gpu-emulated bench picture lint wheel asan check-gpu-build clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | test-all | test-gpu-emulated | build | bench | lint | wheel | asan | check-gpu-build | clean   (each sets up $(VENV) first)"
+	@echo "make demo | test | test-all | test-gpu-emulated | build | bench | picture | lint | wheel | asan | check-gpu-build | clean   (each sets up $(VENV) first)"
 
 $(VENV)/.environment: | check-python
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,10 @@ test-gpu-emulated: $(VENV)/.with-test build
 
 bench: $(VENV)/.with-demo build
 	$(BIN)/python -m myvision bench
+
+# The README's picture, and its table on the screen: docs/speed.md.
+picture: $(VENV)/.with-test build
+	$(BIN)/python -m myvision bench --picture docs/speed.svg
 
 lint: $(VENV)/.with-dev
 	$(BIN)/ruff check .

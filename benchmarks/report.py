@@ -116,14 +116,19 @@ def headlines(results: Sequence[Result], chosen: Mapping[str, Sequence[str]]) ->
     return found
 
 
+def peers_of(found: Sequence[Headline]) -> list[str]:
+    """Every peer of any headline, once."""
+    return list(dict.fromkeys(peer for line in found for peer in line.speeds))
+
+
 def headline_table(found: Sequence[Headline]) -> str:
     """In Markdown: how many times the speed of each peer ours has."""
-    lines = [
-        f"| {line.group} | {peer} | {1 / speed:.{1 if speed < 0.1 else 2}f} × |"
-        for line in found
-        for peer, speed in line.speeds.items()
-    ]
-    return "\n".join(["| what | beside | speed |", "| --- | --- | --- |", *lines])
+    peers = peers_of(found)
+    lines = [["times the speed of", *peers], ["---"] * (1 + len(peers))]
+    for line in found:
+        times = [f"{1 / line.speeds[peer]:.1f} ×" if peer in line.speeds else "" for peer in peers]
+        lines.append([line.group, *times])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def describe(environment: Mapping[str, Any]) -> str:
@@ -139,24 +144,28 @@ def save_picture(path: Path, found: Sequence[Headline], machine: str) -> None:
     """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     rcParams["svg.hashsalt"] = "myvision"  # the same run gives the same file
-    bars = [(line.group, name, speed) for line in found for name, speed in {OURS: 1.0, **line.speeds}.items()]
-    names = list(dict.fromkeys(name for _, name, _ in bars))
-    places = [i + 0.7 * list(dict.fromkeys(group for group, _, _ in bars)).index(bars[i][0]) for i in range(len(bars))]
-    figure = Figure(figsize=(9, 0.9 + 0.27 * max(places)), layout="constrained")
+    colours = dict(zip([OURS, *peers_of(found)], PICTURE_COLOURS, strict=False))
+    figure = Figure(figsize=(9, 1 + sum(0.36 + 0.2 * len(line.speeds) for line in found)), layout="constrained")
     axes = figure.subplots()
-    for name, colour in zip(names, PICTURE_COLOURS, strict=False):
-        mine = [(place, speed) for place, (_, of, speed) in zip(places, bars, strict=True) if of == name]
-        drawn = axes.barh([place for place, _ in mine], [speed for _, speed in mine], 0.9, color=colour, label=name)
-        axes.bar_label(drawn, [f"{speed:.2f}" for _, speed in mine], padding=3, fontsize=8)
-    middles = {line.group: [p for p, bar in zip(places, bars, strict=True) if bar[0] == line.group] for line in found}
-    axes.set_yticks([statistics.mean(of_group) for of_group in middles.values()], list(middles), fontsize=9)
-    axes.set_ylim(max(places) + 0.8, -0.8)
+    place, middles = 0.0, []
+    for line in found:
+        speeds = {OURS: 1.0, **line.speeds}
+        places = [place + bar for bar in range(len(speeds))]
+        bars = axes.barh(places, list(speeds.values()), 0.9, color=[colours[name] for name in speeds])
+        axes.bar_label(bars, [f"{speed:.2f}" for speed in speeds.values()], padding=3, fontsize=8)
+        middles.append(statistics.mean(places))
+        place += len(speeds) + 0.7
+    axes.set_yticks(middles, [line.group.replace(", ", ",\n", 1) for line in found], fontsize=9)
+    axes.set_ylim(place - 0.9, -0.8)
+    axes.margins(x=0.1)  # for the figures beside the bars
     axes.set_xlabel("speed, myvision's being 1: longer is faster", fontsize=9)
     axes.set_title(machine, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    axes.legend(handles=handles, fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

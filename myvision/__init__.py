@@ -1,4 +1,4 @@
-"""Fast operators for PyTorch, on the CPU and on CUDA and ROCm GPUs."""
+"""Operators for PyTorch that are fast on the CPU, with kernels for CUDA and ROCm GPUs."""
 
 from myvision import _extension
 from myvision._extension import has_cuda_ops

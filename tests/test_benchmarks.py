@@ -34,6 +34,31 @@ def test_quick_run_writes_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFi
     assert "geometric mean" in capsys.readouterr().out
 
 
+def test_a_headline_is_the_peers_speed_beside_ours(tmp_path: Path) -> None:
+    rows = [result(1, 2, "a"), result(1, 8, "a"), result(3, 1.5, "b"), result(1, 1, "left out")]
+    found = report.headlines(rows, {"b": ("peer", "a peer that is missing"), "a": ("peer",), "not measured": ("peer",)})
+    assert found == [report.Headline("b", {"peer": 2}), report.Headline("a", {"peer": 0.25})]
+    assert report.headline_table(found).splitlines()[2:] == ["| b | 0.5 × |", "| a | 4.0 × |"]
+    pytest.importorskip("matplotlib")
+    for path in (tmp_path / "once.svg", tmp_path / "again.svg"):
+        report.save_picture(path, found, "a machine")
+    assert (tmp_path / "once.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()
+
+
+def test_the_picture_measures_headlines_alone_and_names_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    described = []
+    monkeypatch.setattr(report, "save_picture", lambda path, found, machine: described.append((found, machine)))
+    options = ["--quick", "--picture", "speed.svg", "--ops", "my_add", "transformer", "--out", str(tmp_path)]
+    assert main(options) == 0
+    ((found, machine),) = described
+    assert [line.group for line in found] == ["encoder layer, training forward + backward"]
+    assert f"torch {torch.__version__}" in machine
+    assert "my_add" not in capsys.readouterr().out
+
+
 def test_command_line_runs_them(tmp_path: Path) -> None:
     options = ["bench", "--quick", "--filter", "one small call", "--out", str(tmp_path)]
     printed = run_python(f"from myvision.__main__ import main; main({options})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,11 +99,17 @@ def test_wrong_arguments_give_usage_and_status_2(arguments: list[str]) -> None:
     assert result.stderr.startswith("usage: python -m myvision")
 
 
-def test_the_first_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_of_the_readme_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    example = text.partition("```python\n")[2].partition("```")[0]
+    first, exporting = (part.partition("```")[0] for part in text.split("```python\n")[1:])
     names: dict[str, torch.Tensor] = {}
-    exec(example, names)
+    exec(first, names)
     assert capsys.readouterr().out == "torch.Size([1, 8, 32, 32])\n"
     convolution = torch.nn.functional.conv2d(names["image"], names["weight"], padding=1)
     torch.testing.assert_close(names["same_as_convolution"], convolution, rtol=1e-4, atol=1e-4)
+    exec(exporting, names)
+    assert {path.name for path in tmp_path.iterdir()} >= {"layer.pt2", "layer.onnx"}
