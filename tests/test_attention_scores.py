@@ -29,7 +29,7 @@ WAYS = [
     ONE.but(lengths=((2, 30), (4, 3), (1, 9))),
     ONE.but(lengths=((5, 5), (17, 30), (0, 3)), is_causal=True, causal_alignment="bottom_right"),
 ]
-MAGNITUDES = [1, 1e3, 1e5, 1e7, 1e10]
+MAGNITUDES = [1, 1e5, 1e10]
 
 
 def probabilities(case: Case, tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +84,7 @@ EXACT = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_equal_scores_share_a_row_however_large(case: Case, dtype: torch.dtype, device: str) -> None:
     """Products of small integers, which no order of summation rounds, by a power of 2: float64 has the same scores."""
-    for exponent in (0, 10, 20, 33):
+    for exponent in (0, 12, 33):
         case = case.but(scale=2.0**exponent)
         tensors = case.tensors(dtype, device)
         tensors[0], tensors[1] = tensors[0].sign(), tensors[1].sign()

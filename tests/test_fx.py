@@ -88,3 +88,39 @@ def test_feature_extraction() -> None:
     x = random_tensor(1, 3, 32, 32)
     expected = network.layer1(network.maxpool(network.relu(network.bn1(network.conv1(x)))))
     torch.testing.assert_close(extractor(x)["layer1"], expected)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_root_is_looked_into(norm_first: bool) -> None:
+    """Of a layer's own modules each is then a call, those of a fused step too, and dropout follows the mode."""
+    layer = ours.TransformerEncoderLayer(6, 2, 8, norm_first=norm_first)
+    given = {"src_mask": None, "src_key_padding_mask": None, "is_causal": False}
+    graph = fx.symbolic_trace(layer, concrete_args=given)
+    assert set(targets(graph)) == {name for name, _ in layer.named_children()}
+    x = random_tensor(5, 2, 6)
+    assert not torch.equal(graph(x), graph(x))
+    torch.testing.assert_close(graph.eval()(x), layer.eval()(x))
+
+
+def test_hooks_run_once() -> None:
+    model, x = nn.Sequential(ours.LayerNorm(6), nn.Identity()), random_tensor(2, 5, 6)
+    model[0].register_forward_hook(lambda module, args, output: 3 * output)
+    torch.testing.assert_close(fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_quantisation() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), ours.BatchNormAct2d(6), nn.Conv2d(6, 6, 3), nn.ReLU()).eval()
+    x, mapping = random_tensor(2, 3, 9, 9), torch.ao.quantization.get_default_qconfig_mapping("fbgemm")
+    prepared = torch.ao.quantization.quantize_fx.prepare_fx(model, mapping, (x,))
+    assert type(prepared.get_submodule("1")) is ours.BatchNormAct2d
+    torch.testing.assert_close(prepared(x), model(x))
+
+
+def test_a_graph_made_by_hand() -> None:
+    """Without a tracer there is no root to call the module of, and it is looked into."""
+    graph, norm = fx.Graph(), ours.LayerNorm(6, elementwise_affine=False)
+    x = fx.Proxy(graph.placeholder("x"), fx.proxy.GraphAppendingTracer(graph))
+    graph.output(norm(x).node)
+    given = random_tensor(2, 5, 6)
+    torch.testing.assert_close(fx.GraphModule(nn.Module(), graph)(given), norm(given))

@@ -410,6 +410,86 @@ def test_modules_without_torchvision_do_not_import_it() -> None:
     run_python("import sys, myvision.nn; myvision.nn.BatchNorm2d(3); assert 'torchvision' not in sys.modules")
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "kind", [k for k in FUSED if "Sync" not in k.name] + [VARIANTS[0], VARIANTS[10], VARIANTS[12]], ids=str
+)
+def test_script(kind: Kind, fused: bool) -> None:
+    """As torch's modules are scripted, through the operators; in both modes, with the buffers that they move."""
+    module = scrambled(kind.fused(activation="silu") if fused else kind.make())
+    scripted = torch.jit.script(copy.deepcopy(module))
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    scripted = torch.jit.load(file)
+    for train in (True, False):
+        module.train(train), scripted.train(train)
+        for given in ((kind.input(),), (kind.input(), kind.input(1))):
+            torch.testing.assert_close(scripted(*given), module(*given), rtol=0, atol=0)
+    torch.testing.assert_close(dict(scripted.state_dict()), dict(module.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *VARIANTS], ids=str)
+def test_a_module_of_torch_becomes_ours_by_its_class(kind: Kind) -> None:
+    theirs = scrambled(kind.theirs())
+    module, fused = copy.deepcopy(theirs), copy.deepcopy(theirs)
+    module.__class__ = type(kind.make())
+    fused.__class__ = type(kind.fused())
+    for train in (True, False):
+        for other in (module, fused, theirs):
+            other.train(train)
+        expected = theirs(kind.input())
+        torch.testing.assert_close(module(kind.input()), expected)
+        torch.testing.assert_close(fused(kind.input()), expected.relu())
+
+
+@pytest.mark.filterwarnings("ignore:input has 5 channels:UserWarning")
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("name", ["BatchNorm2d", "BatchNormAct2d", "SyncBatchNorm", "InstanceNorm2d"])
+def test_a_call_that_fails_moves_no_statistics(name: str, momentum: float | None) -> None:
+    module = getattr(ours, name)(6, momentum=momentum, track_running_stats=True)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    x = random_tensor(3, 6, 4, 5)
+    wrong: list[tuple[Tensor, ...]] = [(x[0, 0],), (x[:, :5],), (x.double(), x.float()), (x, x[:1]), (x.int(),)]
+    for given in wrong:
+        with pytest.raises((RuntimeError, ValueError)):
+            module(*given)
+    if name != "InstanceNorm2d":
+        with pytest.raises(ValueError, match="more than 1 value"):
+            module(x[:1, :, :1, :1])
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_of_rms_norm_are_torchs(dtype: torch.dtype, other: torch.dtype) -> None:
+    module, theirs = (scrambled(package.RMSNorm(6)).to(dtype) for package in (ours, nn))
+    x = random_tensor(4, 6).to(other)
+    output, expected = module(x), theirs(x)
+    assert output.dtype == expected.dtype == other
+    oracle = F.rms_norm(x.double(), (6,), theirs.weight.double(), torch.finfo(torch.float32).eps)
+    tolerance = 4 * torch.finfo(other).eps
+    torch.testing.assert_close(output.double(), oracle, rtol=tolerance, atol=tolerance)
+    output.sum().backward(), expected.sum().backward()
+    torch.testing.assert_close(module.weight.grad, theirs.weight.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("buffers", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_of_frozen_batch_norm_are_torchvisions(dtype: torch.dtype, buffers: torch.dtype) -> None:
+    theirs = scrambled(pytest.importorskip("torchvision").ops.FrozenBatchNorm2d(6)).to(buffers)
+    module, fused = ours.FrozenBatchNorm2d(6).to(buffers), ours.FrozenBatchNormAct2d(6).to(buffers)
+    x = random_tensor(2, 6, 3, 4).to(dtype)
+    for other in (module, fused):
+        other.load_state_dict(theirs.state_dict())
+        assert other(x).dtype == theirs(x).dtype
+        assert other(x, x.double()).dtype == torch.float64
+    oracle = copy.deepcopy(theirs).double()(x.double())
+    tolerance = 4 * torch.finfo(module(x).dtype).eps
+    torch.testing.assert_close(module(x).double(), oracle, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(fused(x).double(), oracle.relu(), rtol=tolerance, atol=tolerance)
+
+
 # ---- utilities of torch that know batch norms ------------------------------------------------------------------------
 
 

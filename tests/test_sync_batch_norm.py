@@ -160,6 +160,15 @@ def _alone(rank: int, directory: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):  # a branch that a product left in bfloat16, and a residual stream
         assert norm(x.bfloat16(), x).dtype == torch.bfloat16
 
+    DistributedDataParallel(nn.Sequential(SyncBatchNorm(6)))
+    with pytest.raises(ValueError, match="only work with GPU modules"):  # torch's, as before
+        DistributedDataParallel(nn.Sequential(SyncBatchNorm(6), nn.SyncBatchNorm(6)))
+
+    before = norm.running_mean.clone()
+    with pytest.raises(RuntimeError, match="residual must have"):
+        norm(x, x[:1])
+    assert torch.equal(norm.running_mean, before)
+
     leaf = x.double().requires_grad_()
     (gradient,) = torch.autograd.grad(SyncBatchNorm(6).double()(leaf).pow(3).sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -181,3 +190,8 @@ def test_without_processes_it_is_a_batch_norm() -> None:
         SyncBatchNorm(6)(torch.ones(2, 0, 3))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         SyncBatchNorm(6)(torch.ones(1, 6))
+
+
+def test_it_is_an_instance_of_torchs() -> None:
+    assert issubclass(SyncBatchNorm, nn.SyncBatchNorm)
+    assert not issubclass(SyncBatchNormAct, nn.modules.batchnorm._BatchNorm)

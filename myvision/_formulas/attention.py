@@ -101,7 +101,7 @@ def _attention(
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
-    """Over the last dimension; torch's own derivative, exp(scores - result), loses the logarithm beside large scores."""
+    """Over the last dimension; torch's derivative, exp(scores - result), loses the logarithm beside large scores."""
     peak = scores.detach().amax(-1, keepdim=True)
     peak = peak.masked_fill(peak.isinf(), 0.0)
     return peak + (scores - peak).exp().sum(-1, keepdim=True).log()
