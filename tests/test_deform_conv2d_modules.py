@@ -60,7 +60,8 @@ import io, pickle, sys, torch
 sys.modules["torchvision"] = None
 from myvision.nn import DeformConv2d
 loaded = pickle.loads({buffer.getvalue()!r})
-assert type(loaded) is DeformConv2d and type(loaded).__mro__[1].__name__ == "_DeformConv2d"
+assert type(loaded) is DeformConv2d
+assert "_DeformConv2d" in [base.__name__ for base in type(loaded).__mro__]
 torch.manual_seed(1)
 layer = DeformConv2d(4, 6, (3, 2), stride=2, padding=1, groups=2)
 assert repr(layer) == repr(loaded)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import random_tensor
 from torch import Tensor, fx, nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.quantize_fx import prepare_fx
 
 import myvision.nn as ours
 
@@ -16,6 +18,7 @@ MODULES = {
     "BatchNormAct2d": (lambda: ours.BatchNormAct2d(6), (2, 6, 4, 5)),
     "InstanceNorm2d, one image": (lambda: ours.InstanceNorm2d(6), (6, 4, 5)),
     "GroupNormAct": (lambda: ours.GroupNormAct(2, 6), (2, 6, 4, 5)),
+    "DeformConv2dPack": (lambda: ours.DeformConv2dPack(6, 4, 3), (2, 6, 4, 5)),
     "LayerNorm": (lambda: ours.LayerNorm(6), (2, 5, 6)),
     "LayerNorm2d": (lambda: ours.LayerNorm2d(6), (2, 6, 4, 5)),
     "RMSNorm": (lambda: ours.RMSNorm(6), (2, 5, 6)),
@@ -111,8 +114,8 @@ def test_hooks_run_once() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_quantisation() -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), ours.BatchNormAct2d(6), nn.Conv2d(6, 6, 3), nn.ReLU()).eval()
-    x, mapping = random_tensor(2, 3, 9, 9), torch.ao.quantization.get_default_qconfig_mapping("fbgemm")
-    prepared = torch.ao.quantization.quantize_fx.prepare_fx(model, mapping, (x,))
+    x = random_tensor(2, 3, 9, 9)
+    prepared = prepare_fx(model, get_default_qconfig_mapping("fbgemm"), (x,))
     assert type(prepared.get_submodule("1")) is ours.BatchNormAct2d
     torch.testing.assert_close(prepared(x), model(x))
 

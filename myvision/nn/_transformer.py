@@ -27,7 +27,7 @@ class TransformerLayer(Leaf):
                 module.__class__ = LayerNorm
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copied or an unpickled layer.
+        """Restores a copied or an unpickled layer.
 
         torch's own puts ReLU before an activation that is a module, as modules do not stand in the state itself.
         """

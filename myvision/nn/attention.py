@@ -174,7 +174,7 @@ class MultiheadAttention(Leaf, nn.MultiheadAttention):
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Projected and, without a copy, ``[batch, heads, length, width]``; keys and values as the cache has them."""
+        """Projects the inputs into ``[batch, heads, length, width]``; keys and values are all that the cache has."""
         is_batched = query.dim() == 3
         if cache is not None and cache.key is not None and cache.value is not None and query is not key:
             return self._split(self._projected_query(query), is_batched), cache.key, cache.value
@@ -182,7 +182,7 @@ class MultiheadAttention(Leaf, nn.MultiheadAttention):
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """By one product for all that is projected from the same tensor."""
+        """Projects the inputs, those that are the same tensor by one product."""
         counts = [1, 1, 1]
         if self.in_proj_weight is not None and key is value:
             counts = [3] if query is key else [1, 2]
@@ -201,20 +201,20 @@ class MultiheadAttention(Leaf, nn.MultiheadAttention):
         return F.linear(query, weight, None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim])
 
     def _split(self, projected: Tensor, is_batched: bool) -> Tensor:
-        """Into heads: ``[batch, heads, length, width]``."""
+        """Views a projection as heads: ``[batch, heads, length, width]``."""
         heads = projected.unflatten(-1, (self.num_heads, self.head_dim))
         if not is_batched:
             return heads.transpose(0, 1).unsqueeze(0)
         return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
 
     def _joined(self, output: Tensor, is_batched: bool) -> Tensor:
-        """Back from heads, in the layout of the module's input."""
+        """Joins heads into the layout of the module's input."""
         if not is_batched:
             return output.squeeze(0).transpose(0, 1).flatten(1)
         return (output.transpose(1, 2) if self.batch_first else output.permute(2, 0, 1, 3)).flatten(2)
 
     def _with_extra_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """With those of ``add_bias_kv`` and ``add_zero_attn``, which every query sees."""
+        """Appends the keys and values of ``add_bias_kv`` and ``add_zero_attn``, which every query sees."""
         batch, heads, keys, width = k.shape
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.view(1, heads, 1, width).expand(batch, -1, -1, -1)], dim=2)
@@ -244,7 +244,7 @@ def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: in
 
 
 def _hidden_from_step(q: Tensor, k: Tensor) -> Tensor:
-    """The causal mask where the last query stands beside the last key."""
+    """The mask that is causal where the last query stands beside the last key; True means hidden."""
     queries, keys = q.shape[2], k.shape[2]
     return torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
 

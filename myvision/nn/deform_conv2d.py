@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
+from myvision.nn._leaf import Leaf
 from myvision.ops.deform_conv2d import check_word, deform_conv2d, pad_by_word
 
 Size = int | tuple[int, int]
@@ -69,7 +70,7 @@ else:
         _Base = _DeformConv2d
 
 
-class DeformConv2d(_Base):
+class DeformConv2d(Leaf, _Base):
     """Deformable convolution, see :func:`myvision.ops.deform_conv2d`.
 
     A ``torchvision.ops.DeformConv2d`` where torchvision is installed, and the same in every respect where it is not:

@@ -50,7 +50,7 @@ class _Synchronises(BatchNormForward):
         return output
 
     def _group_to_synchronise(self) -> Group | None:
-        """None in evaluation, and where there is no other process."""
+        """The processes to synchronise with; None in evaluation, and where there is no other process."""
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return None
         group = self.process_group or dist.group.WORLD
@@ -202,7 +202,7 @@ class _Moments:
 
 
 def _own_moments(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of this process in float64; zeros of an empty batch."""
+    """Mean and variance of each channel of this process's batch, in float64; zeros where the batch is empty."""
     if input.numel() == 0:
         zeros = input.new_zeros(input.shape[1], dtype=torch.float64)
         return zeros, zeros
@@ -211,7 +211,7 @@ def _own_moments(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather(tensor: Tensor, group: Group) -> Tensor:
-    """Those of all processes, in the order of their ranks: a sum over them is the same in each run."""
+    """The tensors of all processes, in the order of their ranks, so that a sum over them is the same in each run."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tensors, tensor, group)
     return torch.stack(tensors)
