@@ -283,7 +283,9 @@ struct RowStatistics {
   __device__ __forceinline__ bool has_keys() const { return log_total != kMinusInfinity<Real>; }
 };
 template <typename Real>
-inline constexpr RowStatistics<Real> kNoRow{kMinusInfinity<Real>, kMinusInfinity<Real>, 0};
+__device__ __forceinline__ RowStatistics<Real> no_row() {
+  return {kMinusInfinity<Real>, kMinusInfinity<Real>, 0};
+}
 
 // A probability as backward needs it.
 template <typename Real>

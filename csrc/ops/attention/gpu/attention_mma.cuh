@@ -367,7 +367,7 @@ __device__ __forceinline__ void visit_fragment_gradients(const float (&products)
                              : scores.are_plain(row, last_row, column, last_column);
   row += mma_warp_row();
   const auto statistics_of = [&](int64_t i) {
-    return i < head.sequence.queries ? statistics[head.row(i)] : kNoRow<float>;
+    return i < head.sequence.queries ? statistics[head.row(i)] : no_row<float>();
   };
   RowStatistics<float> of_lines[2];  // of the lane's queries: its rows, or the columns of a fragment
 #pragma unroll

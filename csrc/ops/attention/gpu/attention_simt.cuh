@@ -333,7 +333,7 @@ __device__ __forceinline__ void visit_gradients(const typename SimtTile<T>::Valu
   store_values<T>(of_dropped, shared.weights[1]);
 #pragma unroll 1  // from shared memory, so that registers do not have to hold all that a score takes 16 times
   for (int q = 0; q < kQueries; ++q) {
-    const RowStatistics<Real> row = i + q < head.sequence.queries ? statistics[head.row(i + q)] : kNoRow<Real>;
+    const RowStatistics<Real> row = i + q < head.sequence.queries ? statistics[head.row(i + q)] : no_row<Real>();
     const PhiloxWords words = dropout.words(i + q, j / 4);
 #pragma unroll
     for (int k = 0; k < kKeys; ++k) {
