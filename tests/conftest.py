@@ -10,6 +10,8 @@ import pytest
 
 # Threads that wait sleep instead of spinning: several processes share the cores. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# This cache of torch.compile does not know the operators' version: it would run what an earlier one compiled.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
 import torch
 from emulation import EMULATORS, in_place_of_cpu, is_supported

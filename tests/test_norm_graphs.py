@@ -173,14 +173,14 @@ def test_inference_shows_the_single_operator(case: Case) -> None:
     assert seen == [f"myvision::{case.op}"]
 
 
-MODULES = {"batch_norm": myvision.nn.BatchNorm2d, "instance_norm": myvision.nn.InstanceNorm2d}
+MODULES = {"batch_norm": myvision.nn.BatchNormAct2d, "instance_norm": myvision.nn.InstanceNormAct2d}
 
 
 @pytest.mark.parametrize("op", UPDATING)
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_compiled_module_updates_its_statistics(op: str, momentum: float | None) -> None:
     torch._dynamo.reset()
-    options = {"affine": True, "track_running_stats": True, "momentum": momentum, "activation": "relu"}
+    options = {"affine": True, "track_running_stats": True, "momentum": momentum}
     module = MODULES[op](6, **options)
     eager = copy.deepcopy(module)
     counter = CompileCounterWithBackend("aot_eager")
@@ -199,7 +199,7 @@ def test_compiled_module_updates_its_statistics(op: str, momentum: float | None)
 
 @pytest.mark.parametrize("op", UPDATING)
 def test_an_exported_program_declares_the_updates(op: str) -> None:
-    module = MODULES[op](6, affine=True, track_running_stats=True, activation="relu")
+    module = MODULES[op](6, affine=True, track_running_stats=True)
     program = torch.export.export(module, (torch.randn(2, 6, 5, 7),))
     mutated = program.run_decompositions().graph_signature.buffers_to_mutate.values()
     assert {"running_mean", "running_var"} <= set(mutated)
