@@ -469,7 +469,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
   if constexpr (kHasMma) {
     constexpr int kColumns = kBackwardColumns<kWidth>, kTile = kColumns * kWidth, kPitch = kMmaRows + 1;
     static_assert(kColumns * kPitch * sizeof(float) <= kBackwardShared<kWidth> * sizeof(T));
-    MYVISION_DYNAMIC_SHARED(T, queries, kMmaVariableBytes);
+    MYVISION_DYNAMIC_SHARED(T, queries, 0);
     T *const of_outputs = queries + kMmaRows * kWidth, *const keys = of_outputs + kMmaRows * kWidth;
     T* const values = keys + kTile;
     const int width = static_cast<int>(params.width), value_width = static_cast<int>(params.value_width);
