@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,3 +35,8 @@ def is_integer(value: object) -> bool:
     if isinstance(value, Integral):
         return -(2**63) <= value < 2**63  # type: ignore[operator]
     return isinstance(value, (torch.SymInt, Tensor))
+
+
+def pair(value: int | Iterable[int]) -> Any:
+    """One number for both dimensions, or what is given for each; whether these are two is for the operator to say."""
+    return tuple(value) if isinstance(value, Iterable) else (value, value)

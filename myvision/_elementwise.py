@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.autograd import register_autograd
+from myvision._dispatch.vjp import gradients_of
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -46,19 +48,16 @@ class Elementwise:
     def derive_from(self, formula: Callable[..., Tensor]) -> None:
         """Registers the derivatives of a differentiable formula of the same arguments."""
 
+        arguments = arguments_of(self.op)
+
+        def by_position(*inputs: Any) -> Tensor:
+            return call_by_name(formula, arguments(*inputs))
+
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             inputs = list(ctx.constants)
             for i, tensor in zip(self.positions, ctx.saved_tensors, strict=True):
                 inputs[i] = tensor
-            needed = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
-
-            def of_needed(*values: Tensor) -> Tensor:
-                varied = dict(enumerate(inputs)) | dict(zip(needed, values, strict=True))
-                return formula(*varied.values())
-
-            gradients = torch.func.vjp(of_needed, *(inputs[i] for i in needed))[1](grad)
-            found = dict(zip(needed, gradients, strict=True))
-            return tuple(found.get(i) for i in range(len(inputs)))
+            return gradients_of(by_position, inputs, ctx.needs_input_grad, grad)
 
         register_autograd(self.op, self._save, backward, composite=formula)
 

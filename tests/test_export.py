@@ -44,10 +44,10 @@ def traced(request: pytest.FixtureRequest, model: DeformableNet, tmp_path: Path)
 
 
 @torch.no_grad()
-def assert_same_results(exported: torch.nn.Module, model: DeformableNet) -> None:
+def assert_same_results(exported: torch.nn.Module, model: DeformableNet, **tolerance: float) -> None:
     for size in SIZES:
         x = images(*size)
-        torch.testing.assert_close(exported(x), model(x))
+        torch.testing.assert_close(exported(x), model(x), **tolerance)
 
 
 def test_trace_shows_single_operators(traced: Path) -> None:
@@ -112,7 +112,9 @@ def test_aot_inductor_runs_the_operators(model: DeformableNet, tmp_path: Path) -
     program = torch.export.export(model, (images(*SIZES[0]),), dynamic_shapes=DYNAMIC_SHAPES)
     file = tmp_path / "compiled.pt2"
     torch._inductor.aoti_compile_and_package(program, package_path=str(file))
-    assert_same_results(torch._inductor.aoti_load_package(str(file)), model)
+    compiled = torch._inductor.aoti_load_package(str(file))
+    # Its sigmoid and its convolution round otherwise, and a kernel's samples differ by several times what offsets do.
+    assert_same_results(compiled, model, rtol=1e-4, atol=1e-4)
 
 
 def documented(language: str) -> list[str]:

@@ -289,7 +289,7 @@ def test_bad_input_raises_in_the_same_words_everywhere(device: str, case: str):
 @pytest.mark.parametrize("name", ["x", "y"])
 @pytest.mark.parametrize("value", [[1.0], None, 1.0])
 def test_what_is_no_tensor_is_told_by_name(name: str, value: object):
-    with pytest.raises(TypeError, match=f"^{name} must be a tensor, but got {type(value).__name__}$"):
+    with pytest.raises(TypeError, match=f"^my_add: {name} must be a tensor, but got {type(value).__name__}$"):
         my_add(**{"x": torch.ones(1), "y": torch.ones(1), name: value})  # type: ignore[arg-type]
 
 

@@ -7,6 +7,8 @@ from importlib import import_module
 
 import torch
 
+from myvision._dispatch import registry
+
 NAMESPACE = "myvision"
 TRAITS = {  # what an operator can take part in: the dispatch keys that provide it
     "autograd": ("Autograd", "AutogradCPU", "CompositeImplicitAutograd"),
@@ -29,10 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def operator_names(private: bool = False) -> list[str]:
-    """The names without namespace, with that of an overload if it has one (batch_norm.update), sorted."""
-    qualified: list[str] = torch._C._dispatch_get_all_op_names()
-    names = sorted(name.partition("::")[2] for name in qualified if name.startswith(f"{NAMESPACE}::"))
-    return [name for name in names if private or not name.startswith("_")]
+    return [name for name in registry.operator_names(NAMESPACE) if private or not name.startswith("_")]
 
 
 def describe(name: str) -> dict[str, str]:
@@ -55,7 +54,7 @@ def overload(name: str, namespace: str = NAMESPACE) -> torch._ops.OpOverload:
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", dispatch_key)
+    return registry.has_kernel(f"{NAMESPACE}::{name}", dispatch_key)
 
 
 def dtypes(name: str) -> str:

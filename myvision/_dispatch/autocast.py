@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from myvision._dispatch.arguments import arguments_of
+
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its Library
 
 
-Cast = Callable[[tuple[Any, ...], str], Iterable[Any]]
+Cast = Callable[[Any, str], Iterable[Any]]
 
 
 def register_autocast(op: torch._ops.OpOverload, cast: Cast | None = None) -> None:
@@ -20,7 +22,8 @@ def register_autocast(op: torch._ops.OpOverload, cast: Cast | None = None) -> No
 
     Args:
         op: the operator, for example ``torch.ops.myvision.deform_conv2d.default``.
-        cast: ``cast(args, device_type)`` returns the arguments to run with instead.
+        cast: ``cast(arguments, device_type)`` gets the arguments by name, a tuple of ``arguments_of(op)``, and returns
+            those to run with instead.
     """
     library = torch.library.Library(op.namespace, "IMPL")
     for device_type in ("cpu", "cuda"):
@@ -31,8 +34,10 @@ def register_autocast(op: torch._ops.OpOverload, cast: Cast | None = None) -> No
 
 
 def _autocast_kernel(op: torch._ops.OpOverload, device_type: str, cast: Cast) -> Callable[..., Any]:
+    arguments = arguments_of(op)
+
     def kernel(*args: Any) -> Any:
-        args = tuple(cast(args, device_type))
+        args = tuple(cast(arguments._make(args), device_type))
         torch.set_autocast_enabled(device_type, False)
         try:
             return op(*args)
@@ -42,7 +47,7 @@ def _autocast_kernel(op: torch._ops.OpOverload, device_type: str, cast: Cast) ->
     return kernel
 
 
-def _to_autocast_dtype(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+def _to_autocast_dtype(args: Any, device_type: str) -> Iterable[Any]:
     dtype = torch.get_autocast_dtype(device_type)
     return (cast_to(arg, dtype, device_type) for arg in args)
 

@@ -7,6 +7,7 @@ registered by torch's own public call instead: slower, and forward-mode AD and t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.vjp import gradients_of
 
 try:
@@ -32,7 +34,7 @@ except ImportError:
     _LEAN = False
     _AutoDispatchBelowAutograd = contextlib.nullcontext  # type: ignore[assignment,misc]
 
-SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
+SetupContext = Callable[[Any, Any, Any], None]
 Formula = Callable[..., Any]
 
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its Library
@@ -47,6 +49,17 @@ class _Derivative:
     jvp: Formula | None
     composite: Formula | None
     forward: torch._ops.OpOverload | None
+
+    @functools.cached_property
+    def arguments(self) -> Any:
+        return arguments_of(self.op)
+
+    def keep(self, ctx: Any, inputs: Any, output: Any) -> None:
+        self.setup_context(ctx, self.arguments._make(inputs), output)
+
+    def compose(self, *inputs: Any) -> Any:
+        assert self.composite
+        return self.composite(self.arguments._make(inputs))
 
     def returned(self, results: Any) -> Any:
         """What the operator returns, of what ran in its place."""
@@ -68,12 +81,13 @@ def register_autograd(
 
     Args:
         op: the operator, for example ``torch.ops.myvision.my_add.default``. Its arguments have no defaults.
-        setup_context: ``setup_context(ctx, inputs, output)`` keeps what the formulas need.
+        setup_context: ``setup_context(ctx, inputs, output)`` keeps what the formulas need; inputs are the arguments by
+            name, a tuple of ``arguments_of(op)``.
         backward: ``backward(ctx, *grad_outputs)`` returns a tuple: one gradient, or None, per input. Where its
             operations are differentiable, so is the gradient.
         jvp: ``jvp(ctx, *tangents)`` returns the tangent of the output.
-        composite: ``composite(*inputs)`` returns the output by differentiable operations, for an operator without jvp:
-            it takes over in forward-mode AD, which raises where there is neither.
+        composite: called with the arguments that it names, it returns the output by differentiable operations, for an
+            operator without jvp: it takes over in forward-mode AD, which raises where there is neither.
         forward: an operator of the same arguments that returns, after what ``op`` returns, what backward needs besides.
             It runs where gradients are needed, and ``setup_context`` gets all of its results as ``output``. Where
             several operators share it, the one that returns the most registers first: its derivative is forward's.
@@ -83,8 +97,8 @@ def register_autograd(
     """
     if any(argument.has_default_value() for argument in op._schema.arguments):
         raise ValueError(f"register_autograd: an argument of {op.name()} has a default value")
-    register = _register_lean if _LEAN else _register_public
-    register(_Derivative(op, setup_context, backward, jvp, composite, forward))
+    by_name = functools.partial(call_by_name, composite) if composite else None
+    _register(_Derivative(op, setup_context, backward, jvp, by_name, forward))
 
 
 def register_second_derivative(op: torch._ops.OpOverload, gradients: Formula) -> None:
@@ -92,10 +106,11 @@ def register_second_derivative(op: torch._ops.OpOverload, gradients: Formula) ->
 
     Args:
         op: the operator. Where a gradient is not wanted, it returns None.
-        gradients: ``gradients(*inputs)`` returns the same by differentiable operations.
+        gradients: ``gradients(inputs)`` gets the arguments by name and returns the same by differentiable operations.
     """
+    arguments = arguments_of(op)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.is_tensor = [isinstance(value, torch.Tensor) for value in inputs]
         ctx.save_for_backward(
             *(value if is_tensor else None for value, is_tensor in zip(inputs, ctx.is_tensor, strict=True))
@@ -109,11 +124,15 @@ def register_second_derivative(op: torch._ops.OpOverload, gradients: Formula) ->
         ]
 
         def present(*inputs: Any) -> list[torch.Tensor]:
-            return [gradient for gradient in gradients(*inputs) if gradient is not None]
+            return [gradient for gradient in gradients(arguments(*inputs)) if gradient is not None]
 
         return gradients_of(present, inputs, ctx.needs_input_grad, [grad for grad in grads if grad is not None])
 
-    register_autograd(op, setup_context, backward, composite=gradients)
+    _register(_Derivative(op, setup_context, backward, jvp=None, composite=gradients, forward=None))
+
+
+def _register(derivative: _Derivative) -> None:
+    (_register_lean if _LEAN else _register_public)(derivative)
 
 
 def _register_lean(derivative: _Derivative) -> None:
@@ -124,7 +143,7 @@ def _register_lean(derivative: _Derivative) -> None:
 
     def differentiable(*args: Any) -> Any:
         if forward_ad._current_level >= 0 and derivative.composite:
-            return derivative.composite(*args)
+            return derivative.compose(*args)
         if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
             if not _are_functorch_transforms_active():
                 return apply(*args)
@@ -144,7 +163,7 @@ def _of_forward(derivative: _Derivative, forward: torch._ops.OpOverload) -> _Der
     count = len(derivative.op._schema.returns)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        derivative.setup_context(ctx, inputs, results)
+        derivative.keep(ctx, inputs, results)
         ctx.mark_non_differentiable(*results[count:])
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -184,7 +203,7 @@ def _function(derivative: _Derivative, raw: Formula) -> Any:
     def forward(ctx: Any, *args: Any) -> Any:
         with _AutoDispatchBelowAutograd():
             results = raw(*args)
-        derivative.setup_context(ctx, args, results)
+        derivative.keep(ctx, args, results)
         return derivative.returned(results)
 
     return _function_type(torch.autograd.Function, derivative, forward, derivative.backward, derivative.jvp)
@@ -205,7 +224,7 @@ def _single_level_function(derivative: _Derivative, raw: Formula) -> Any:
         ):
             results = raw(*inputs)
         ctx.fwd_grad_enabled = fwd_grad_enabled
-        derivative.setup_context(ctx, tuple(inputs), results)
+        derivative.keep(ctx, inputs, results)
         return derivative.returned(results)
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -253,7 +272,7 @@ def _register_public(derivative: _Derivative) -> None:
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             if derivative.composite:
-                return derivative.composite(*args)
+                return derivative.compose(*args)
             raise NotImplementedError(f"{op.name()}: forward-mode AD is not implemented with this version of torch")
         return kernel(keyset, *args)
 
@@ -263,7 +282,7 @@ def _register_public(derivative: _Derivative) -> None:
 def _public_kernel(derivative: _Derivative) -> Formula:
     op = derivative.op
     library = torch.library.Library(op.namespace, "IMPL")
-    torch.library.register_autograd(op, derivative.backward, setup_context=derivative.setup_context, lib=library)
+    torch.library.register_autograd(op, derivative.backward, setup_context=derivative.keep, lib=library)
     _libraries.append(library)
     return torch.library.get_kernel(op, "AutogradCPU").call_boxed  # one kernel for every device
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from myvision._checks import check_tensor
+from myvision._dispatch.tracing import is_tracing
 
 
 def check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:
@@ -61,11 +62,6 @@ def is_causal_mask(mask: Tensor | None) -> bool:
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or type(mask) is not Tensor
-        or not mask.is_cpu
-    ):
+    if torch.compiler.is_compiling() or is_tracing() or type(mask) is not Tensor or not mask.is_cpu:
         return False
     return torch.equal(mask, nn.Transformer.generate_square_subsequent_mask(mask.shape[0], dtype=mask.dtype))

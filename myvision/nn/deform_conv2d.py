@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair
 
+from myvision._checks import pair
 from myvision.nn._leaf import Leaf
 from myvision.ops.deform_conv2d import check_word, deform_conv2d, pad_by_word
 
@@ -37,10 +37,10 @@ class _DeformConv2d(nn.Module):
             )
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.kernel_size = _pair(kernel_size)
-        self.stride = _pair(stride)
-        self.padding = _pair(padding)
-        self.dilation = _pair(dilation)
+        self.kernel_size = pair(kernel_size)
+        self.stride = pair(stride)
+        self.padding = pair(padding)
+        self.dilation = pair(dilation)
         self.groups = groups
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None

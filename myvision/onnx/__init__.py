@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from myvision._dispatch.arguments import arguments_of
 from myvision.onnx._graph import DOMAIN, Opset, Translation, UnsupportedError
 
 __all__ = ["DEFAULT_OPSET", "add_function_bodies", "export", "translation_table"]
@@ -151,10 +152,10 @@ def export(
 
 def _bind(function: Translation, overload: torch._ops.OpOverload, op: Opset) -> Translation:
     """The translation as the exporter calls it: with the operator's arguments in the order of its schema."""
-    names = [argument.name for argument in overload._schema.arguments]
+    arguments = arguments_of(overload)
 
     def translation(*args: Any) -> Any:
-        return function(op, **dict(zip(names, args, strict=True)))
+        return function(op, **arguments(*args)._asdict())
 
     return translation
 

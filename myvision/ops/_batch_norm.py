@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.fake import register_fake
 from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
 from myvision._formulas._normalise import finish, per_channel, real
-from myvision._formulas.batch_norm import batch_norm as batch_norm_reference
-from myvision._formulas.group_norm import group_norm as group_norm_reference
+from myvision._formulas.batch_norm import batch_norm
+from myvision._formulas.group_norm import group_norm
 from myvision._layout import dense_like
 from myvision.ops._norm import (
-    argument_positions,
     check,
     check_activation,
     check_channel_parameter,
@@ -29,24 +30,14 @@ from myvision.ops._norm import (
     register_norm_autocast,
 )
 
+Fake = Callable[[Any], tuple[Tensor, Tensor]]
+
 # ---- what the operators return, and what they reject: the same as csrc/ops/batch_norm/batch_norm.cpp -----------------
 
 
-def check_call(
-    op: str,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    num_groups: int | None = None,
-) -> None:
-    check_floating(op, "input", input)
-    check(
-        op,
-        input.dim() >= 2,
-        lambda: f"input must have at least 2 dimensions (batch, channels, ...), but has shape {tuple(input.shape)}",
-    )
+def _check_call(op: str, call: Any, num_groups: int | None = None) -> None:
+    input = call.input
+    _check_images(op, input)
     channels = input.shape[1]
     if num_groups is not None:
         check(
@@ -54,15 +45,25 @@ def check_call(
             num_groups >= 1 and channels % num_groups == 0,
             lambda: f"num_groups must be a divisor of the number of channels, {channels}, but is {num_groups}",
         )
-    check_channel_parameter(op, "weight", weight, input)
-    check_channel_parameter(op, "bias", bias, input)
-    check_like_input(op, "residual", residual, input)
-    check_activation(op, activation)
+    check_channel_parameter(op, "weight", call.weight, input)
+    check_channel_parameter(op, "bias", call.bias, input)
+    check_like_input(op, "residual", call.residual, input)
+    check_activation(op, call.activation)
 
 
-def _check_running(op: str, mean: Tensor | None, var: Tensor | None, input: Tensor, eps: float) -> None:
+def _check_images(op: str, input: Tensor) -> None:
+    check_floating(op, "input", input)
+    check(
+        op,
+        input.dim() >= 2,
+        lambda: f"input must have at least 2 dimensions (batch, channels, ...), but has shape {tuple(input.shape)}",
+    )
+
+
+def _check_running(op: str, call: Any) -> None:
     """eps is taken as torch's own functions take it: batch_norm alone refuses what is negative."""
-    check(op, op != "batch_norm" or eps >= 0, lambda: f"eps must be at least 0, but is {eps:g}")
+    check(op, op != "batch_norm" or call.eps >= 0, lambda: f"eps must be at least 0, but is {call.eps:g}")
+    mean, var = call.running_mean, call.running_var
     check(
         op,
         (mean is None) == (var is None),
@@ -70,8 +71,8 @@ def _check_running(op: str, mean: Tensor | None, var: Tensor | None, input: Tens
             f"running_mean and running_var go together, but {'running_mean' if mean is None else 'running_var'} is None"
         ),
     )
-    check_channel_parameter(op, "running_mean", mean, input)
-    check_channel_parameter(op, "running_var", var, input)
+    check_channel_parameter(op, "running_mean", mean, call.input)
+    check_channel_parameter(op, "running_var", var, call.input)
 
 
 def _check_updated(op: str, name: str, running: Tensor) -> None:
@@ -104,101 +105,62 @@ def _new_statistics(input: Tensor, groups: int) -> Tensor:
     return input.new_empty((3, count), dtype=real_dtype(input))
 
 
-def running_fakes(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def running_fakes(op: str) -> tuple[Fake, Fake]:
     """The fakes of batch_norm or instance_norm, without update and with it. Each returns the statistics too."""
 
-    def pure(
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        activation: str | None,
-        negative_slope: float,
-    ) -> tuple[Tensor, Tensor]:
-        check_call(op, input, weight, bias, residual, activation)
-        _check_running(op, running_mean, running_var, input, eps)
-        if running_mean is None:
-            _check_own_statistics(op, input, _others(op, input, 0))
-        own_instances = op == "instance_norm" and running_mean is None
-        return dense_like(input), _new_statistics(input, input.shape[1] if own_instances else 0)
+    def pure(call: Any) -> tuple[Tensor, Tensor]:
+        _check_call(op, call)
+        _check_running(op, call)
+        if call.running_mean is None:
+            _check_own_statistics(op, call.input, _others(op, call.input, 0))
+        own_instances = op == "instance_norm" and call.running_mean is None
+        return dense_like(call.input), _new_statistics(call.input, call.input.shape[1] if own_instances else 0)
 
-    def update(
-        input: Tensor,
-        running_mean: Tensor,
-        running_var: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: str | None,
-        negative_slope: float,
-    ) -> tuple[Tensor, Tensor]:
-        check_call(op, input, weight, bias, residual, activation)
-        _check_running(op, running_mean, running_var, input, eps)
-        _check_updated(op, "running_mean", running_mean)
-        _check_updated(op, "running_var", running_var)
+    def update(call: Any) -> tuple[Tensor, Tensor]:
+        input = call.input
+        _check_call(op, call)
+        _check_running(op, call)
+        _check_updated(op, "running_mean", call.running_mean)
+        _check_updated(op, "running_var", call.running_var)
         _check_own_statistics(op, input, _others(op, input, 0))
         return dense_like(input), _new_statistics(input, input.shape[1] if op == "instance_norm" else 0)
 
     return pure, update
 
 
-def fake_group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    activation: str | None,
-    negative_slope: float,
-) -> tuple[Tensor, Tensor]:
-    check_call("group_norm", input, weight, bias, residual, activation, num_groups)
-    _check_own_statistics("group_norm", input, num_groups)
-    return dense_like(input), _new_statistics(input, num_groups)
+def fake_group_norm(call: Any) -> tuple[Tensor, Tensor]:
+    _check_call("group_norm", call, call.num_groups)
+    _check_own_statistics("group_norm", call.input, call.num_groups)
+    return dense_like(call.input), _new_statistics(call.input, call.num_groups)
 
 
-def _fake_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    training: bool,
-    eps: float,
-    activation: str | None,
-    negative_slope: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    op = "group_norm" if groups else "batch_norm"
-    check_call(op, input, weight, bias, residual, activation, groups or None)
-    check_statistics(op, statistics, _new_statistics(input, groups).shape, input)
-    check_mask(op, output_mask, 4)
-    check_like_input(op, "grad_output", grad_output, input)
+def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
+    op = "group_norm" if call.groups else "batch_norm"
+    input, wanted = call.input, call.output_mask
+    _check_call(op, call, call.groups or None)
+    check_statistics(op, call.statistics, _new_statistics(input, call.groups).shape, input)
+    check_mask(op, wanted, 4)
+    check_like_input(op, "grad_output", call.grad_output, input)
     channels = (input.shape[1],)
     return (
-        dense_like(input) if output_mask[0] else None,
-        parameter_gradient(output_mask[1], weight, channels, input),
-        parameter_gradient(output_mask[2], bias, channels, input),
-        dense_like(input) if output_mask[3] else None,
+        dense_like(input) if wanted[0] else None,
+        parameter_gradient(wanted[1], call.weight, channels, input),
+        parameter_gradient(wanted[2], call.bias, channels, input),
+        dense_like(input) if wanted[3] else None,
     )
 
 
-# ---- derivatives: the first by the fused kernel, the others through the reference ------------------------------------
+# ---- derivatives: the first by the fused kernel, the others through the formulas -------------------------------------
 
 
 def register(
     op: torch._ops.OpOverload,
     forward: torch._ops.OpOverload,
-    fake: Callable[..., tuple[Tensor, Tensor]],
-    reference: Callable[..., Tensor],
-    groups: Callable[[tuple[Any, ...]], int],
+    fake: Fake,
+    formula: Callable[..., Tensor],
+    *,
+    own_statistics: Callable[[Any], bool] = lambda call: True,
+    groups: Callable[[Any], int] = lambda call: 0,
 ) -> None:
     """Gives an operator its fake, derivatives, autocast and vmap.
 
@@ -206,75 +168,64 @@ def register(
         op: the operator.
         forward: the one that returns the statistics too.
         fake: of both.
-        reference: the same in plain torch.
-        groups: into how many groups the arguments divide an image's channels; 0: a channel of the whole batch is one.
+        formula: the same in plain torch.
+        own_statistics: whether a call, given its arguments by name, normalises the input by its own statistics, and not
+            by running ones. Default: it does.
+        groups: into how many groups it then divides an image's channels; 0, the default: a channel of the whole batch
+            is one.
     """
-    weight, bias, residual, eps, activation, negative_slope = argument_positions(
-        op, "weight", "bias", "residual", "eps", "activation", "negative_slope"
-    )
-    may_run = op._schema.arguments[1].name == "running_mean" and not op._schema.arguments[1].is_write
+    arguments = arguments_of(op)
+    running = {"running_mean", "running_var"}.intersection(arguments._fields)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
-        if any(ctx.needs_input_grad[1:weight]):
+    def setup_context(ctx: Any, call: Any, results: tuple[Tensor, Tensor]) -> None:
+        needs = arguments._make(ctx.needs_input_grad)
+        if any(getattr(needs, name) for name in running):
             raise RuntimeError(f"{op._schema.name}: running_mean and running_var have no gradient: detach them")
-        ctx.training = not (may_run and inputs[1] is not None)
-        ctx.groups = groups(inputs) if ctx.training else 0
-        ctx.constants = inputs[eps], inputs[activation], inputs[negative_slope]
-        needed_residual = None if inputs[activation] is None else inputs[residual]  # what the activation was given
-        ctx.save_for_backward(inputs[0], results[1], inputs[weight], inputs[bias], needed_residual)
+        training = own_statistics(call)
+        ctx.options = groups(call) if training else 0, training, call.eps, call.activation, call.negative_slope
+        ctx.activated = call.activation is not None
+        ctx.save_for_backward(call.input, results[1], call.weight, call.bias, call.residual if ctx.activated else None)
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        through_activation = ctx.constants[1] is not None
-        wanted = [needs[0], needs[weight], needs[bias], needs[residual] and through_activation]
-        gradients: list[Tensor | None] = [None] * len(needs)
-        gradients[0], gradients[weight], gradients[bias], gradients[residual] = _backward(
-            grad_output, *ctx.saved_tensors, ctx.groups, ctx.training, *ctx.constants, wanted
-        )
-        if needs[residual] and not through_activation:
-            gradients[residual] = grad_output
-        return tuple(gradients)
+        needs = arguments._make(ctx.needs_input_grad)
+        wanted = [needs.input, needs.weight, needs.bias, needs.residual and ctx.activated]
+        input, weight, bias, residual = _backward(grad_output, *ctx.saved_tensors, *ctx.options, wanted)
+        if needs.residual and not ctx.activated:
+            residual = grad_output
+        return arguments(input=input, weight=weight, bias=bias, residual=residual)
 
-    torch.library.register_fake(op, lambda *args: fake(*args)[0])
-    torch.library.register_fake(forward, fake)
-    register_autograd(op, setup_context, backward, composite=reference, forward=forward)
+    register_fake(fake, op, forward)
+    register_autograd(op, setup_context, backward, composite=formula, forward=forward)
     register_norm_autocast(op)
     register_vmap(op)
     register_vmap(forward)
 
 
-def _gradients(
-    grad_output: Tensor,
-    input: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    training: bool,
-    eps: float,
-    activation: str | None,
-    negative_slope: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+def _gradients(call: Any) -> tuple[Tensor | None, ...]:
     """What the backward operator returns; statistics of the input's own are computed anew, as they depend on it."""
 
-    def forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if not training:
-            mean, rest, rstd = statistics.reshape(3, -1, *[1] * (input.dim() - 2)).unbind()
-            normalised = (real(input) - mean - rest) * rstd
-            weight, bias = per_channel(weight, input), per_channel(bias, input)
-            return finish(normalised, weight, bias, residual, activation, negative_slope, input.dtype)
-        affine = weight, bias, residual, eps, activation, negative_slope
-        if groups:
-            return group_norm_reference(input, groups, *affine)
-        return batch_norm_reference(input, None, None, *affine)
+    def by_given_statistics(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        mean, rest, rstd = call.statistics.reshape(3, -1, *[1] * (input.dim() - 2)).unbind()
+        normalised = (real(input) - mean - rest) * rstd
+        weight, bias = per_channel(weight, input), per_channel(bias, input)
+        return finish(normalised, weight, bias, residual, call.activation, call.negative_slope, input.dtype)
 
-    return gradients_of(forward, (input, weight, bias, residual), output_mask, grad_output)
+    def by_own_statistics(input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        varied = {"input": input, "weight": weight, "bias": bias, "residual": residual}
+        if call.groups:
+            return call_by_name(group_norm, call, num_groups=call.groups, **varied)
+        return call_by_name(batch_norm, call, running_mean=None, running_var=None, **varied)
+
+    forward = by_own_statistics if call.training else by_given_statistics
+    return gradients_of(
+        forward, (call.input, call.weight, call.bias, call.residual), call.output_mask, call.grad_output
+    )
 
 
 _backward = torch.ops.myvision._batch_norm_backward.default
-torch.library.register_fake(_backward, _fake_backward)
+register_fake(_fake_backward, _backward)
 register_second_derivative(_backward, _gradients)
 register_vmap(_backward)
 
@@ -282,63 +233,38 @@ register_vmap(_backward)
 # ---- the pieces of batch_norm for SyncBatchNorm ----------------------------------------------------------------------
 
 
-def _fake_statistics(input: Tensor) -> Tensor:
-    check_call("batch_norm", input, None, None, None, None)
-    return _new_statistics(input, 0)
+def _fake_statistics(call: Any) -> Tensor:
+    _check_images("batch_norm", call.input)
+    return _new_statistics(call.input, 0)
 
 
-def _fake_given(
-    input: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    negative_slope: float,
-) -> Tensor:
-    check_call("batch_norm", input, weight, bias, residual, activation)
-    check_statistics("batch_norm", statistics, _new_statistics(input, 0).shape, input)
-    return dense_like(input)
+def _fake_given(call: Any) -> Tensor:
+    _check_call("batch_norm", call)
+    check_statistics("batch_norm", call.statistics, _new_statistics(call.input, 0).shape, call.input)
+    return dense_like(call.input)
 
 
-def _fake_sums(
-    grad_output: Tensor,
-    input: Tensor,
-    statistics: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    negative_slope: float,
-) -> Tensor:
-    _fake_given(input, statistics, weight, bias, residual, activation, negative_slope)
-    check_like_input("batch_norm", "grad_output", grad_output, input)
-    return input.new_empty((2, input.shape[1]), dtype=real_dtype(input))
+def _fake_sums(call: Any) -> Tensor:
+    _fake_given(call)
+    check_like_input("batch_norm", "grad_output", call.grad_output, call.input)
+    return call.input.new_empty((2, call.input.shape[1]), dtype=real_dtype(call.input))
 
 
-def _fake_finish(
-    grad_output: Tensor,
-    input: Tensor,
-    statistics: Tensor,
-    sums: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    negative_slope: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    wanted_sums = _fake_sums(grad_output, input, statistics, weight, bias, residual, activation, negative_slope)
+def _fake_finish(call: Any) -> tuple[Tensor | None, ...]:
+    wanted, sums = _fake_sums(call), call.sums
     check(
         "batch_norm",
-        sums.shape == wanted_sums.shape and sums.dtype == wanted_sums.dtype and sums.device == input.device,
-        lambda: f"sums must be contiguous, of shape (2, {input.shape[1]}), and of the dtype and device of statistics",
+        sums.shape == wanted.shape and sums.dtype == wanted.dtype and sums.device == wanted.device,
+        lambda: (
+            f"sums must be contiguous, of shape (2, {call.input.shape[1]}), and of the dtype and device of statistics"
+        ),
     )
-    check_mask("batch_norm", output_mask, 2)
-    return tuple(dense_like(input) if wanted else None for wanted in output_mask)
+    check_mask("batch_norm", call.output_mask, 2)
+    return tuple(dense_like(call.input) if wanted else None for wanted in call.output_mask)
 
 
-torch.library.register_fake("myvision::_batch_norm_statistics", _fake_statistics)
-torch.library.register_fake("myvision::_batch_norm_given", _fake_given)
-torch.library.register_fake("myvision::_batch_norm_sums", _fake_sums)
-torch.library.register_fake("myvision::_batch_norm_finish", _fake_finish)
+_ops = torch.ops.myvision
+register_fake(_fake_statistics, _ops._batch_norm_statistics.default)
+register_fake(_fake_given, _ops._batch_norm_given.default)
+register_fake(_fake_sums, _ops._batch_norm_sums.default)
+register_fake(_fake_finish, _ops._batch_norm_finish.default)

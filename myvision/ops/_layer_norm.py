@@ -8,17 +8,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.fake import register_fake
 from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
 from myvision._formulas._dropout import dropout
 from myvision._formulas._normalise import real
-from myvision._formulas.layer_norm import layer_norm as layer_norm_reference
-from myvision._formulas.rms_norm import rms_norm as rms_norm_reference
+from myvision._formulas.layer_norm import layer_norm
+from myvision._formulas.rms_norm import rms_norm
 from myvision._layout import dense_like
 from myvision.ops._dropout import check_dropout
 from myvision.ops._norm import (
-    argument_positions,
     check,
     check_activation,
     check_floating,
@@ -70,22 +71,15 @@ def _check_normalized_shape(op: str, input: Tensor, shape: Sequence[int], channe
     )
 
 
-def _check_call(
-    op: str,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    channels_first: bool,
-    activation: str | None,
-) -> None:
+def _check_call(op: str, call: Any, input: Tensor) -> None:
+    """`input` is what is normalised. An argument that the operator does not have is as one that is not given."""
+    shape, bias = call.normalized_shape, getattr(call, "bias", None)
     check_floating(op, "input", input)
-    _check_normalized_shape(op, input, normalized_shape, channels_first)
-    check_parameter(op, "weight", weight, normalized_shape, input)
-    check_parameter(op, "bias", bias, normalized_shape, input)
-    check_like_input(op, "residual", residual, input)
-    check_activation(op, activation)
+    _check_normalized_shape(op, input, shape, getattr(call, "channels_first", False))
+    check_parameter(op, "weight", call.weight, shape, input)
+    check_parameter(op, "bias", bias, shape, input)
+    check_like_input(op, "residual", getattr(call, "residual", None), input)
+    check_activation(op, getattr(call, "activation", None))
 
 
 def _new_image(input: Tensor, channels_first: bool) -> Tensor:
@@ -103,292 +97,184 @@ def _new_statistics(input: Tensor, normalized_shape: Sequence[int], channels_fir
     return input.new_empty((3 if centered else 1, rows), dtype=real_dtype(input))
 
 
-def fake_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    channels_first: bool,
-    eps: float,
-    activation: str | None,
-    negative_slope: float,
-) -> tuple[Tensor, Tensor]:
-    _check_call("layer_norm", input, normalized_shape, weight, bias, residual, channels_first, activation)
-    return _new_image(input, channels_first), _new_statistics(input, normalized_shape, channels_first, True)
+def fake_norm(op: str) -> Callable[[Any], tuple[Tensor, ...]]:
+    """The fake of layer_norm or rms_norm. It returns the statistics too."""
+
+    def fake(call: Any) -> tuple[Tensor, Tensor]:
+        _check_call(op, call, call.input)
+        statistics = _new_statistics(call.input, call.normalized_shape, call.channels_first, op == "layer_norm")
+        return _new_image(call.input, call.channels_first), statistics
+
+    return fake
 
 
-def fake_rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    residual: Tensor | None,
-    channels_first: bool,
-    eps: float,
-    activation: str | None,
-    negative_slope: float,
-) -> tuple[Tensor, Tensor]:
-    _check_call("rms_norm", input, normalized_shape, weight, None, residual, channels_first, activation)
-    return _new_image(input, channels_first), _new_statistics(input, normalized_shape, channels_first, False)
+def fake_add_norm(op: str) -> Callable[[Any], tuple[Tensor, ...]]:
+    """The fake of add_layer_norm or add_rms_norm. It returns the statistics too."""
+
+    def fake(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        _check_call(op, call, call.input)
+        check_dropout(op, call.dropout_p, call.seed, call.input)
+        statistics = _new_statistics(call.input, call.normalized_shape, False, op == "add_layer_norm")
+        return _new_image(call.input, False), _new_image(call.input, False), statistics
+
+    return fake
 
 
-def fake_add_layer_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_add_norm("add_layer_norm", input, residual, normalized_shape, weight, bias, eps, dropout_p, seed)
-
-
-def fake_add_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_add_norm("add_rms_norm", input, residual, normalized_shape, weight, None, eps, dropout_p, seed)
-
-
-def _fake_add_norm(
-    op: str,
-    input: Tensor,
-    residual: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_call(op, input, normalized_shape, weight, bias, None, False, None)
-    check_like_input(op, "residual", residual, input)
-    check_dropout(op, dropout_p, seed, input)
-    statistics = _new_statistics(input, normalized_shape, False, op == "add_layer_norm")
-    return _new_image(input, False), _new_image(input, False), statistics
-
-
-def _fake_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    statistics: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    channels_first: bool,
-    eps: float,
-    activation: str | None,
-    negative_slope: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    op = "layer_norm"
-    _check_call(op, input, normalized_shape, weight, bias, residual, channels_first, activation)
-    check_mask(op, output_mask, 4)
-    wanted = _new_statistics(input, normalized_shape, channels_first, statistics.shape[0] == 3)
-    check_statistics(op, statistics, wanted.shape, input)
-    check_like_input(op, "grad_output", grad_output, input)
+def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
+    op, input, shape, wanted = "layer_norm", call.input, call.normalized_shape, call.output_mask
+    _check_call(op, call, input)
+    check_mask(op, wanted, 4)
+    statistics = _new_statistics(input, shape, call.channels_first, call.statistics.shape[0] == 3)
+    check_statistics(op, call.statistics, statistics.shape, input)
+    check_like_input(op, "grad_output", call.grad_output, input)
     return (
-        _new_image(input, channels_first) if output_mask[0] else None,
-        parameter_gradient(output_mask[1], weight, normalized_shape, input),
-        parameter_gradient(output_mask[2], bias, normalized_shape, input),
-        _new_image(input, channels_first) if output_mask[3] else None,
+        _new_image(input, call.channels_first) if wanted[0] else None,
+        parameter_gradient(wanted[1], call.weight, shape, input),
+        parameter_gradient(wanted[2], call.bias, shape, input),
+        _new_image(input, call.channels_first) if wanted[3] else None,
     )
 
 
-def _fake_add_backward(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    statistics: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    op = "add_layer_norm"
-    _check_call(op, sum, normalized_shape, weight, bias, None, False, None)
-    check_dropout(op, dropout_p, seed, sum)
-    check_mask(op, output_mask, 4)
-    check_statistics(op, statistics, _new_statistics(sum, normalized_shape, False, statistics.shape[0] == 3).shape, sum)
-    check_like_input(op, "grad_output", grad_output, sum)
-    check_like_input(op, "grad_sum", grad_sum, sum)
+def _fake_add_backward(call: Any) -> tuple[Tensor | None, ...]:
+    op, sum, shape, wanted = "add_layer_norm", call.sum, call.normalized_shape, call.output_mask
+    _check_call(op, call, sum)
+    check_dropout(op, call.dropout_p, call.seed, sum)
+    check_mask(op, wanted, 4)
+    check_statistics(op, call.statistics, _new_statistics(sum, shape, False, call.statistics.shape[0] == 3).shape, sum)
+    check_like_input(op, "grad_output", call.grad_output, sum)
+    check_like_input(op, "grad_sum", call.grad_sum, sum)
     return (
-        _new_image(sum, False) if output_mask[0] else None,
-        _new_image(sum, False) if output_mask[1] else None,
-        parameter_gradient(output_mask[2], weight, normalized_shape, sum),
-        parameter_gradient(output_mask[3], bias, normalized_shape, sum),
+        _new_image(sum, False) if wanted[0] else None,
+        _new_image(sum, False) if wanted[1] else None,
+        parameter_gradient(wanted[2], call.weight, shape, sum),
+        parameter_gradient(wanted[3], call.bias, shape, sum),
     )
 
 
-# ---- derivatives: the first by the fused kernels, the others through the reference -----------------------------------
+# ---- derivatives: the first by the fused kernels, the others through the formulas ------------------------------------
 
 
-def register(
-    op: torch._ops.OpOverload,
-    forward: torch._ops.OpOverload,
-    fake: Callable[..., tuple[Tensor, Tensor]],
-    reference: Callable[..., Tensor],
-) -> None:
+def register(op: torch._ops.OpOverload, forward: torch._ops.OpOverload, formula: Callable[..., Tensor]) -> None:
     """Gives layer_norm or rms_norm its fake, derivatives, autocast and vmap.
 
     Args:
         op: the operator.
         forward: the one that returns the statistics too.
-        fake: of both.
-        reference: the same in plain torch.
+        formula: the same in plain torch.
     """
-    weight, residual, channels_first, activation = argument_positions(
-        op, "weight", "residual", "channels_first", "activation"
-    )
-    bias = weight + 1 if residual > weight + 1 else None
+    arguments = arguments_of(op)
+    has_bias = "bias" in arguments._fields
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
-        ctx.shape, ctx.constants = inputs[1], inputs[channels_first:]
-        needed_residual = None if inputs[activation] is None else inputs[residual]  # what the activation was given
-        ctx.save_for_backward(
-            inputs[0], results[1], inputs[weight], None if bias is None else inputs[bias], needed_residual
-        )
+    def setup_context(ctx: Any, call: Any, results: tuple[Tensor, Tensor]) -> None:
+        ctx.shape, ctx.activated = call.normalized_shape, call.activation is not None
+        ctx.options = call.channels_first, call.eps, call.activation, call.negative_slope
+        bias, residual = call.bias if has_bias else None, call.residual if ctx.activated else None
+        ctx.save_for_backward(call.input, results[1], call.weight, bias, residual)
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, statistics, *parameters = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        through_activation = ctx.constants[2] is not None
-        wanted = [
-            needs[0],
-            needs[weight],
-            bias is not None and needs[bias],
-            needs[residual] and through_activation,
-        ]
-        grad_input, grad_weight, grad_bias, grad_residual = _backward(
-            grad_output, input, statistics, ctx.shape, *parameters, *ctx.constants, wanted
+        needs = arguments._make(ctx.needs_input_grad)
+        wanted = [needs.input, needs.weight, has_bias and needs.bias, needs.residual and ctx.activated]
+        grad_input, weight, bias, residual = _backward(
+            grad_output, input, statistics, ctx.shape, *parameters, *ctx.options, wanted
         )
-        if needs[residual] and not through_activation:
-            grad_residual = grad_output
-        affine = (grad_weight,) if bias is None else (grad_weight, grad_bias)
-        return (grad_input, None, *affine, grad_residual, *[None] * len(ctx.constants))
+        if needs.residual and not ctx.activated:
+            residual = grad_output
+        affine = {"weight": weight, "bias": bias} if has_bias else {"weight": weight}
+        return arguments(input=grad_input, residual=residual, **affine)
 
-    _register_fakes_and_vmap(op, forward, fake)
-    register_autograd(op, setup_context, backward, composite=reference, forward=forward)
+    _register_fakes_and_vmap(op, forward, fake_norm)
+    register_autograd(op, setup_context, backward, composite=formula, forward=forward)
     register_norm_autocast(op)
 
 
 def register_add(
-    op: torch._ops.OpOverload,
-    forward: torch._ops.OpOverload,
-    fake: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    reference: Callable[..., tuple[Tensor, Tensor]],
+    op: torch._ops.OpOverload, forward: torch._ops.OpOverload, formula: Callable[..., tuple[Tensor, Tensor]]
 ) -> None:
     """Gives add_layer_norm or add_rms_norm its fake, derivatives, autocast and vmap; arguments as for `register`."""
-    weight, eps = argument_positions(op, "weight", "eps")
-    has_bias = eps == weight + 2
+    arguments = arguments_of(op)
+    has_bias = "bias" in arguments._fields
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, call: Any, results: tuple[Tensor, Tensor, Tensor]) -> None:
         _output, sum, statistics = results
-        *_, ctx.eps, ctx.dropout_p, seed = inputs
-        ctx.shape = inputs[2]
+        ctx.shape, ctx.eps, ctx.dropout_p = call.normalized_shape, call.eps, call.dropout_p
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(sum, statistics, inputs[weight], inputs[weight + 1] if has_bias else None, seed)
+        ctx.save_for_backward(sum, statistics, call.weight, call.bias if has_bias else None, call.seed)
 
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
-        sum, statistics, weight_, bias, seed = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        sum, statistics, weight, bias, seed = ctx.saved_tensors
+        needs = arguments._make(ctx.needs_input_grad)
         if grad_output is None:
             grad_output = torch.zeros_like(sum)
         drops = ctx.dropout_p > 0
         wanted = [
-            needs[0] and drops,
-            needs[1] or (needs[0] and not drops),
-            needs[weight],
-            has_bias and needs[weight + 1],
+            needs.input and drops,
+            needs.residual or (needs.input and not drops),
+            needs.weight,
+            has_bias and needs.bias,
         ]
-        constants = ctx.eps, ctx.dropout_p, seed
-        grad_input, grad_residual, *affine = _add_backward(
-            grad_output, grad_sum, sum, statistics, ctx.shape, weight_, bias, *constants, wanted
+        options = ctx.eps, ctx.dropout_p, seed
+        input, residual, grad_weight, grad_bias = _add_backward(
+            grad_output, grad_sum, sum, statistics, ctx.shape, weight, bias, *options, wanted
         )
-        if not drops:
-            grad_input = grad_residual
-        return (grad_input, grad_residual, None, *affine[: 1 + has_bias], None, None, None)
+        affine = {"weight": grad_weight, "bias": grad_bias} if has_bias else {"weight": grad_weight}
+        return arguments(input=input if drops else residual, residual=residual, **affine)
 
-    _register_fakes_and_vmap(op, forward, fake, returned=2)
-    register_autograd(op, setup_context, backward, composite=reference, forward=forward)
+    _register_fakes_and_vmap(op, forward, fake_add_norm)
+    register_autograd(op, setup_context, backward, composite=formula, forward=forward)
     register_norm_autocast(op, promotes=True)
 
 
 def _register_fakes_and_vmap(
-    op: torch._ops.OpOverload, forward: torch._ops.OpOverload, fake: Callable[..., Any], returned: int = 1
+    op: torch._ops.OpOverload, forward: torch._ops.OpOverload, fake: Callable[[str], Callable[[Any], Any]]
 ) -> None:
-    torch.library.register_fake(op, lambda *args: fake(*args)[0] if returned == 1 else fake(*args)[:returned])
-    torch.library.register_fake(forward, fake)
+    register_fake(fake(op._schema.name.partition("::")[2]), op, forward)
     register_vmap(op)
     register_vmap(forward)
 
 
-def _gradients(
-    grad_output: Tensor,
-    input: Tensor,
-    statistics: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    channels_first: bool,
-    eps: float,
-    activation: str | None,
-    negative_slope: float,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+def _gradients(call: Any) -> tuple[Tensor | None, ...]:
     """What the backward operator returns; the statistics are computed anew, as they depend on the input."""
-    constants = channels_first, eps, activation, negative_slope
+    formula = rms_norm if call.statistics.shape[0] == 1 else layer_norm
 
     def forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if statistics.shape[0] == 1:
-            return rms_norm_reference(input, normalized_shape, weight, residual, *constants)
-        return layer_norm_reference(input, normalized_shape, weight, bias, residual, *constants)
+        return call_by_name(formula, call, input=input, weight=weight, bias=bias, residual=residual)
 
-    return gradients_of(forward, (input, weight, bias, residual), output_mask, grad_output)
+    return gradients_of(
+        forward, (call.input, call.weight, call.bias, call.residual), call.output_mask, call.grad_output
+    )
 
 
-def _add_gradients(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    sum: Tensor,
-    statistics: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+def _add_gradients(call: Any) -> tuple[Tensor | None, ...]:
     """What the backward operator of the add forms returns."""
-    of_input, of_sum, of_weight, of_bias = output_mask
-    mask = [of_input or of_sum, of_weight, of_bias, False]
+    of_input, of_sum, of_weight, of_bias = call.output_mask
     through_norm, grad_weight, grad_bias, _ = _gradients(
-        grad_output, sum, statistics, normalized_shape, weight, bias, None, False, eps, None, 0.0, mask
+        arguments_of(_backward)(
+            grad_output=call.grad_output,
+            input=call.sum,
+            statistics=call.statistics,
+            normalized_shape=call.normalized_shape,
+            weight=call.weight,
+            bias=call.bias,
+            channels_first=False,
+            eps=call.eps,
+            negative_slope=0.0,
+            output_mask=[of_input or of_sum, of_weight, of_bias, False],
+        )
     )
     if through_norm is None:
         return None, None, grad_weight, grad_bias
-    total = through_norm if grad_sum is None else (real(through_norm) + real(grad_sum)).to(sum.dtype)
-    dropped = dropout(total, dropout_p, seed).to(sum.dtype) if of_input else None
+    total = through_norm
+    if call.grad_sum is not None:
+        total = (real(through_norm) + real(call.grad_sum)).to(call.sum.dtype)
+    dropped = dropout(total, call.dropout_p, call.seed).to(call.sum.dtype) if of_input else None
     return dropped, total if of_sum else None, grad_weight, grad_bias
 
 
 _backward = torch.ops.myvision._layer_norm_backward.default
 _add_backward = torch.ops.myvision._add_layer_norm_backward.default
-torch.library.register_fake(_backward, _fake_backward)
-torch.library.register_fake(_add_backward, _fake_add_backward)
+register_fake(_fake_backward, _backward)
+register_fake(_fake_add_backward, _add_backward)
 register_second_derivative(_backward, _gradients)
 register_second_derivative(_add_backward, _add_gradients)
 register_vmap(_backward)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from myvision._dispatch.autocast import register_autocast
+from myvision._dispatch.tracing import is_tracing
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ACTIVATIONS = ("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish")
@@ -122,7 +123,7 @@ def check_statistics(op: str, statistics: Tensor, shape: Sequence[int], input: T
 
 def check_more_than_one(what: str, input: Tensor, sizes: Sequence[int]) -> None:
     """torch's own error where a mean would be taken of one value. A trace does not record it."""
-    if input.dim() >= 2 and torch._C._get_tracing_state() is None and math.prod(sizes) == 1:
+    if input.dim() >= 2 and not is_tracing() and math.prod(sizes) == 1:
         raise ValueError(f"Expected more than 1 {what} when training, got input size {input.shape}")
 
 
@@ -141,11 +142,6 @@ def parameter_gradient(wanted: bool, parameter: Tensor | None, shape: Sequence[i
     return input.new_empty(shape, dtype=real_dtype(input) if parameter is None else parameter.dtype)
 
 
-def argument_positions(op: torch._ops.OpOverload, *names: str) -> list[int]:
-    arguments = [argument.name for argument in op._schema.arguments]
-    return [arguments.index(name) for name in names]
-
-
 def register_norm_autocast(op: torch._ops.OpOverload, promotes: bool = False) -> None:
     """Under autocast a norm runs in its input's dtype, to which the residual is cast.
 
@@ -153,15 +149,11 @@ def register_norm_autocast(op: torch._ops.OpOverload, promotes: bool = False) ->
         op: the operator.
         promotes: input and residual are added first, and so take the wider of their dtypes.
     """
-    (residual,) = argument_positions(op, "residual")
 
-    def cast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
-        if args[residual] is None:
-            return args
-        dtype = torch.promote_types(args[0].dtype, args[residual].dtype) if promotes else args[0].dtype
-        cast_args = list(args)
-        for i in (0, residual):
-            cast_args[i] = args[i].to(dtype)
-        return cast_args
+    def cast(call: Any, device_type: str) -> Iterable[Any]:
+        if call.residual is None:
+            return call
+        dtype = torch.promote_types(call.input.dtype, call.residual.dtype) if promotes else call.input.dtype
+        return call._replace(input=call.input.to(dtype), residual=call.residual.to(dtype))
 
     register_autocast(op, cast)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
-from myvision._formulas.add_layer_norm import add_layer_norm as reference
+from myvision._formulas.add_layer_norm import add_layer_norm as formula
 from myvision.ops._dropout import check_probability, new_seed
-from myvision.ops._layer_norm import as_shape, fake_add_layer_norm, register_add
+from myvision.ops._layer_norm import as_shape, register_add
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 
 _ops = torch.ops.myvision
@@ -72,4 +72,4 @@ def add_layer_norm(
     )
 
 
-register_add(_ops.add_layer_norm.default, _ops._add_layer_norm_forward.default, fake_add_layer_norm, reference)
+register_add(_ops.add_layer_norm.default, _ops._add_layer_norm_forward.default, formula)

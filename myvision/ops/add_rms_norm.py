@@ -9,9 +9,9 @@ from torch import Tensor
 
 from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
-from myvision._formulas.add_rms_norm import add_rms_norm as reference
+from myvision._formulas.add_rms_norm import add_rms_norm as formula
 from myvision.ops._dropout import check_probability, new_seed
-from myvision.ops._layer_norm import as_shape, fake_add_rms_norm, register_add
+from myvision.ops._layer_norm import as_shape, register_add
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import default_rms_eps
 
@@ -72,4 +72,4 @@ def add_rms_norm(
     )
 
 
-register_add(_ops.add_rms_norm.default, _ops._add_rms_norm_forward.default, fake_add_rms_norm, reference)
+register_add(_ops.add_rms_norm.default, _ops._add_rms_norm_forward.default, formula)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor
 
 from myvision._checks import check_number, check_tensor, is_integer
+from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.fake import register_fake
 from myvision._dispatch.overrides import overridable
 from myvision._dispatch.tracing import constant
 from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
-from myvision._formulas.attention import attention as reference
+from myvision._formulas.attention import attention as formula
 from myvision.ops import _norm
 from myvision.ops._dropout import check_dropout, check_probability, new_seed
 from myvision.ops._norm import DTYPES as _DTYPES
@@ -25,8 +28,6 @@ _attention = torch.ops.myvision.attention.default
 _with_lse = torch.ops.myvision.attention.with_lse
 _forward = torch.ops.myvision._attention_forward.default
 _backward = torch.ops.myvision._attention_backward.default
-_TENSORS = 8  # arguments of the operators, before the options
-_OPTIONS = 7
 
 Alignment = Literal["top_left", "bottom_right"]
 Window = int | tuple[int | None, int | None] | None
@@ -442,54 +443,40 @@ def _check_window(name: str, window: int | None) -> None:
     )
 
 
-def _check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    causal_alignment: str,
-    window_left: int | None,
-    window_right: int | None,
-    scale: float | None,
-    softcap: float,
-) -> None:
+def _is_packed(call: Any) -> bool:
+    return call.cu_seqlens_q is not None or call.cu_seqlens_k is not None
+
+
+def _check_call(call: Any) -> None:
+    query, key, packed = call.query, call.key, _is_packed(call)
     _check(
         query.dtype in _DTYPES,
         lambda: f"query must have dtype float64, float32, float16 or bfloat16, but has {name_of(query.dtype)}",
     )
     _check_like_query("key", key, query)
-    _check_like_query("value", value, query)
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    _check_like_query("value", call.value, query)
     batch = query.shape[0]
     if packed:
-        _check_starts("cu_seqlens_q", cu_seqlens_q, query)
-        _check_starts("cu_seqlens_k", cu_seqlens_k, query)
-        assert cu_seqlens_q is not None
-        assert cu_seqlens_k is not None
-        lengths = cu_seqlens_q.shape[0], cu_seqlens_k.shape[0]
+        _check_starts("cu_seqlens_q", call.cu_seqlens_q, query)
+        _check_starts("cu_seqlens_k", call.cu_seqlens_k, query)
+        lengths = call.cu_seqlens_q.shape[0], call.cu_seqlens_k.shape[0]
         _check(
             lengths[0] == lengths[1],
             lambda: "cu_seqlens_q and cu_seqlens_k must have the same length, but have {} and {}".format(*lengths),
         )
         batch = lengths[0] - 1
-    _check_shapes(query, key, value, packed)
-    _check_mask(attn_mask, query, key, packed)
-    _check_slopes(alibi_slopes, query, batch)
-    check_probability("attention", dropout_p)
+    _check_shapes(query, key, call.value, packed)
+    _check_mask(call.attn_mask, query, key, packed)
+    _check_slopes(call.alibi_slopes, query, batch)
+    check_probability("attention", call.dropout_p)
     _check(
-        causal_alignment in ("top_left", "bottom_right"),
-        lambda: f"causal_alignment must be 'top_left' or 'bottom_right', but is '{causal_alignment}'",
+        call.causal_alignment in ("top_left", "bottom_right"),
+        lambda: f"causal_alignment must be 'top_left' or 'bottom_right', but is '{call.causal_alignment}'",
     )
-    _check(softcap >= 0, lambda: f"softcap must be at least 0, but is {softcap:g}")
-    _check_window("window_left", window_left)
-    _check_window("window_right", window_right)
-    check_dropout("attention", dropout_p, seed, query, "query")
+    _check(call.softcap >= 0, lambda: f"softcap must be at least 0, but is {call.softcap:g}")
+    _check_window("window_left", call.window_left)
+    _check_window("window_right", call.window_right)
+    check_dropout("attention", call.dropout_p, call.seed, query, "query")
 
 
 def _new_rows(like: Tensor, width: int) -> Tensor:
@@ -511,14 +498,10 @@ def _new_statistics(query: Tensor, packed: bool) -> Tensor:
     return lse.new_empty((*lse.shape, 2))
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    _check_call(*args)
-    query, value, packed = args[0], args[2], args[5] is not None
-    return _new_rows(query, value.shape[-1]), _new_lse(query, packed)
-
-
-def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (*_fake(*args), _new_statistics(args[0], args[5] is not None))
+def _fake(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check_call(call)
+    query, packed = call.query, _is_packed(call)
+    return _new_rows(query, call.value.shape[-1]), _new_lse(query, packed), _new_statistics(query, packed)
 
 
 def _check_result(name: str, tensor: Tensor, like: Tensor, query: Tensor) -> None:
@@ -536,21 +519,19 @@ def _check_result(name: str, tensor: Tensor, like: Tensor, query: Tensor) -> Non
     _check_device(name, tensor, query)
 
 
-def _fake_backward(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
-    tensors, (output, statistics), options = args[:_TENSORS], args[_TENSORS : _TENSORS + 2], args[_TENSORS + 2 : -1]
-    like_output, like_lse, like_statistics = _fake_forward(*tensors, *options)
-    query, key, value, mask = tensors[:4]
-    wanted = args[-1]
+def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
+    like_output, like_lse, like_statistics = _fake(call)
+    query, key, value, mask, wanted = call.query, call.key, call.value, call.attn_mask, call.output_mask
     _norm.check_mask("attention", wanted, 4)
     _check(
         not wanted[3] or (mask is not None and mask.dtype != torch.bool),
         lambda: "a gradient of attn_mask is wanted, but there is no additive one",
     )
-    _check_result("grad_output", grad_output, like_output, query)
-    _check_result("output", output, like_output, query)
-    _check_result("statistics", statistics, like_statistics, query)
-    if grad_lse is not None:
-        _check_result("grad_lse", grad_lse, like_lse, query)
+    _check_result("grad_output", call.grad_output, like_output, query)
+    _check_result("output", call.output, like_output, query)
+    _check_result("statistics", call.statistics, like_statistics, query)
+    if call.grad_lse is not None:
+        _check_result("grad_lse", call.grad_lse, like_lse, query)
     return (
         _new_rows(query, query.shape[-1]) if wanted[0] else None,
         _new_rows(key, key.shape[-1]) if wanted[1] else None,
@@ -559,56 +540,60 @@ def _fake_backward(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> 
     )
 
 
-# ---- derivatives: the first by the fused kernels, the others through the reference -----------------------------------
+# ---- derivatives: the first by the fused kernels, the others through the formula -------------------------------------
+
+_Arguments = arguments_of(_attention)
+_FIRST_OPTION = _Arguments._fields.index("dropout_p")  # before it stand the tensors
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor, Tensor]) -> None:
-    if ctx.needs_input_grad[4]:
+def _setup_context(ctx: Any, call: Any, results: tuple[Tensor, Tensor, Tensor]) -> None:
+    if _Arguments._make(ctx.needs_input_grad).alibi_slopes:
         raise NotImplementedError("attention: alibi_slopes has no gradient; pass alibi_slopes.detach()")
     ctx.set_materialize_grads(False)
     output, _, statistics = results
-    ctx.save_for_backward(*inputs[:_TENSORS], output, statistics)
-    ctx.options = inputs[_TENSORS:]
+    ctx.save_for_backward(output, statistics, *call[:_FIRST_OPTION])
+    ctx.options = call[_FIRST_OPTION:]
 
 
 def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
+    output, statistics, *tensors = ctx.saved_tensors
     if grad_output is None:
-        grad_output = torch.zeros_like(tensors[_TENSORS])
-    wanted = list(ctx.needs_input_grad[:4])
-    gradients = _backward(grad_output, grad_lse, *tensors, *ctx.options, wanted)
-    return (*gradients, *[None] * (_TENSORS - 4 + _OPTIONS))
+        grad_output = torch.zeros_like(output)
+    needs = _Arguments._make(ctx.needs_input_grad)
+    wanted = [needs.query, needs.key, needs.value, needs.attn_mask]
+    query, key, value, mask = _backward(grad_output, grad_lse, *tensors, output, statistics, *ctx.options, wanted)
+    return _Arguments(query=query, key=key, value=value, attn_mask=mask)
 
 
-def _composite(*args: Any) -> Tensor:
-    return reference(*args)[0]
+@functools.wraps(formula)
+def _output_alone(*args: Any, **kwargs: Any) -> Tensor:
+    return formula(*args, **kwargs)[0]
 
 
-def _gradients(grad_output: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+def _gradients(call: Any) -> tuple[Tensor | None, ...]:
     """What the backward operator returns; output and statistics are made anew, as they depend on the other inputs."""
-    tensors, options, wanted = args[:_TENSORS], args[_TENSORS + 2 : -1], args[-1]
-    grads = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
-    return gradients_of(
-        lambda *first: reference(*first, *tensors[4:], *options)[: len(grads)], tensors[:4], wanted, grads
-    )
+    grads = (call.grad_output,) if call.grad_lse is None else (call.grad_output, call.grad_lse)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, ...]:
+        varied = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+        return call_by_name(formula, call, **varied)[: len(grads)]
+
+    return gradients_of(forward, (call.query, call.key, call.value, call.attn_mask), call.output_mask, grads)
 
 
-def _cast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+def _cast(call: Any, device_type: str) -> Iterable[Any]:
     """Query, key and value take autocast's dtype; a mask keeps its own where the operator takes it."""
-    dtype = torch.get_autocast_dtype(device_type)
-    rows = [cast_to(tensor, dtype, device_type) for tensor in args[:3]]
-    mask = args[3]
-    if mask is not None and mask.is_floating_point() and mask.dtype != rows[0].dtype:
+    dtype, mask = torch.get_autocast_dtype(device_type), call.attn_mask
+    query, key, value = (cast_to(tensor, dtype, device_type) for tensor in (call.query, call.key, call.value))
+    if mask is not None and mask.is_floating_point() and mask.dtype != query.dtype:
         mask = mask.to(torch.float32)
-    return (*rows, mask, *args[4:])
+    return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
-torch.library.register_fake(_attention, lambda *args: _fake(*args)[0])
-torch.library.register_fake(_with_lse, _fake)
-torch.library.register_fake(_forward, _fake_forward)
-torch.library.register_fake(_backward, _fake_backward)
-register_autograd(_with_lse, _setup_context, _differentiate, composite=reference, forward=_forward)
-register_autograd(_attention, _setup_context, _differentiate, composite=_composite, forward=_forward)
+register_fake(_fake, _attention, _with_lse, _forward)
+register_fake(_fake_backward, _backward)
+register_autograd(_with_lse, _setup_context, _differentiate, composite=formula, forward=_forward)
+register_autograd(_attention, _setup_context, _differentiate, composite=_output_alone, forward=_forward)
 register_second_derivative(_backward, _gradients)
 register_autocast(_attention, _cast)
 register_autocast(_with_lse, _cast)

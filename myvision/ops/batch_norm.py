@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
-from myvision._formulas.batch_norm import batch_norm as reference
-from myvision._formulas.batch_norm import batch_norm_update as update_reference
+from myvision._formulas.batch_norm import batch_norm as formula
+from myvision._formulas.batch_norm import batch_norm_update as update_formula
 from myvision.ops._batch_norm import register, running_fakes
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import check_more_than_one
@@ -94,6 +96,16 @@ def batch_norm(
     return _ops.batch_norm.update(input, running_mean, running_var, *affine, momentum, eps, activation, negative_slope)
 
 
+def _has_own_statistics(call: Any) -> bool:
+    return call.running_mean is None
+
+
 _fake, _fake_update = running_fakes("batch_norm")
-register(_ops.batch_norm.default, _ops._batch_norm_forward.default, _fake, reference, lambda inputs: 0)
-register(_ops.batch_norm.update, _ops._batch_norm_forward.update, _fake_update, update_reference, lambda inputs: 0)
+register(
+    _ops.batch_norm.default,
+    _ops._batch_norm_forward.default,
+    _fake,
+    formula,
+    own_statistics=_has_own_statistics,
+)
+register(_ops.batch_norm.update, _ops._batch_norm_forward.update, _fake_update, update_formula)

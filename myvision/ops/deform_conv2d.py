@@ -8,20 +8,22 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.utils import _pair
 
-from myvision._checks import check_tensor
+from myvision._checks import check_tensor, pair
+from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.fake import register_fake
 from myvision._dispatch.overrides import overridable
 from myvision._dispatch.tracing import constant
-from myvision._formulas import deform_conv2d as reference
+from myvision._formulas import deform_conv2d as formula
 from myvision._layout import is_channels_last
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float64, torch.float32, *_HALF_DTYPES)
 _forward = torch.ops.myvision.deform_conv2d.default
 _backward = torch.ops.myvision._deform_conv2d_backward.default
+_Arguments = arguments_of(_forward)
 
 
 @overridable
@@ -88,7 +90,7 @@ def deform_conv2d(
     Deformable, Better Results <https://arxiv.org/abs/1811.11168>`_.
     """
     _check_types({"input": input, "offset": offset, "weight": weight}, bias=bias, mask=mask)
-    strides, dilations = _pair(stride), _pair(dilation)
+    strides, dilations = pair(stride), pair(dilation)
     if isinstance(padding, str):
         check_word(padding, strides)
     groups = offset_groups = 1
@@ -98,7 +100,7 @@ def deform_conv2d(
         offset_groups = _quotient(offset.shape[1], 2 * kernel_size[0] * kernel_size[1])
         if isinstance(padding, str):
             input, padding = pad_by_word(input, padding, kernel_size, dilations)
-    amounts = (0, 0) if isinstance(padding, str) else _pair(padding)
+    amounts = (0, 0) if isinstance(padding, str) else pair(padding)
     output: Tensor = _forward(input, weight, offset, mask, bias, strides, amounts, dilations, groups, offset_groups)
     return output
 
@@ -235,19 +237,9 @@ def _output_size(
     return [(image[i] - kernel[i]) // stride[i] + 1 for i in (0, 1)]
 
 
-def _output_shape(
-    input: Tensor,
-    weight: Tensor,
-    offset: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    offset_groups: int,
-) -> list[int]:
-    """The shape of the output, once every argument is checked."""
+def _output_shape(call: Any) -> list[int]:
+    """The shape of the output, once every argument is checked. An argument that the operator lacks is not given."""
+    input, weight, offset, mask, bias = call.input, call.weight, call.offset, call.mask, getattr(call, "bias", None)
     samples_layout = "offset_groups * kernel_height * kernel_width, out_height, out_width"
     offset_layout, mask_layout = f"batch, 2 * {samples_layout}", f"batch, {samples_layout}"
     _check_input(input)
@@ -257,15 +249,15 @@ def _output_shape(
         _check_other("mask", mask, mask_layout, input)
     if bias is not None:
         _check_other("bias", bias, "out_channels", input)
-    _check_pair("stride", stride, 1)
-    _check_pair("padding", padding, 0)
-    _check_pair("dilation", dilation, 1)
-    _check_range("groups", groups, 1)
-    _check_range("offset_groups", offset_groups, 1)
-    _check_sizes(input, weight, groups, offset_groups)
+    _check_pair("stride", call.stride, 1)
+    _check_pair("padding", call.padding, 0)
+    _check_pair("dilation", call.dilation, 1)
+    _check_range("groups", call.groups, 1)
+    _check_range("offset_groups", call.offset_groups, 1)
+    _check_sizes(input, weight, call.groups, call.offset_groups)
     N, (K, _, kernel_h, kernel_w) = input.shape[0], weight.shape
-    output_size = _output_size(input, weight, stride, padding, dilation)
-    samples = offset_groups * kernel_h * kernel_w
+    output_size = _output_size(input, weight, call.stride, call.padding, call.dilation)
+    samples = call.offset_groups * kernel_h * kernel_w
     _check_shape("offset", offset, (N, 2 * samples, *output_size), offset_layout)
     if mask is not None:
         _check_shape("mask", mask, (N, samples, *output_size), mask_layout)
@@ -286,98 +278,97 @@ def _check_plane(height: int, width: int) -> None:
     )
 
 
-def _fake(input: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    shape = _output_shape(input, weight, *args)
-    channels_last = is_channels_last(input) or is_channels_last(weight)
+def _fake(call: Any) -> Tensor:
+    input, shape = call.input, _output_shape(call)
+    channels_last = is_channels_last(input) or is_channels_last(call.weight)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format)
 
 
-def _fake_backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor, offset: Tensor, mask: Tensor | None, *args: Any
-) -> tuple[Tensor | None, ...]:
-    *geometry, output_mask, _deterministic = args
-    shape = _output_shape(input, weight, offset, mask, None, *geometry)
+def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
+    weight, mask, wanted = call.weight, call.mask, call.output_mask
+    shape = _output_shape(call)
     layout = "batch, out_channels, out_height, out_width"
-    _check_other("grad_output", grad_output, layout, input)
-    _check_shape("grad_output", grad_output, shape, layout)
-    _check(len(output_mask) == 5, lambda: f"output_mask must have 5 elements, but has {len(output_mask)}")
-    _check(
-        mask is not None or not output_mask[3],
-        lambda: "output_mask asks for the gradient of mask, but mask is None",
-    )
+    _check_other("grad_output", call.grad_output, layout, call.input)
+    _check_shape("grad_output", call.grad_output, shape, layout)
+    _check(len(wanted) == 5, lambda: f"output_mask must have 5 elements, but has {len(wanted)}")
+    _check(mask is not None or not wanted[3], lambda: "output_mask asks for the gradient of mask, but mask is None")
     bias = weight.new_empty(weight.shape[0])
     return tuple(
-        torch.empty_like(like) if wanted and like is not None else None
-        for wanted, like in zip(output_mask, (input, weight, offset, mask, bias), strict=True)
+        torch.empty_like(like) if is_wanted and like is not None else None
+        for is_wanted, like in zip(wanted, (call.input, weight, call.offset, mask, bias), strict=True)
     )
 
 
-# ---- derivatives: the first by the fused kernel, the others through the reference ------------------------------------
+# ---- derivatives: the first by the fused kernel, the others through the formula --------------------------------------
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, offset, mask, _bias, *ctx.geometry = inputs
-    ctx.save_for_backward(input, weight, offset, mask)
+def _setup_context(ctx: Any, call: Any, output: Tensor) -> None:
+    ctx.save_for_backward(call.input, call.weight, call.offset, call.mask)
+    ctx.geometry = call.stride, call.padding, call.dilation, call.groups, call.offset_groups
 
 
 def _first_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = list(ctx.needs_input_grad[:5])
+    needs = _Arguments._make(ctx.needs_input_grad)
+    wanted = [needs.input, needs.weight, needs.offset, needs.mask, needs.bias]
     deterministic = torch.are_deterministic_algorithms_enabled()
     gradients = _backward(grad_output, *ctx.saved_tensors, *ctx.geometry, wanted, deterministic)
-    return (*gradients, *[None] * len(ctx.geometry))
+    input, weight, offset, mask, bias = gradients
+    return _Arguments(input=input, weight=weight, offset=offset, mask=mask, bias=bias)
 
 
-def _gradients(*args: Any) -> tuple[Tensor | None, ...]:
+def _gradients(call: Any) -> tuple[Tensor | None, ...]:
     """What the backward operator returns."""
-    *arguments, output_mask, _deterministic = args
-    gradients = reference.deform_conv2d_backward(*arguments)
-    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True))
+    gradients = call_by_name(formula.deform_conv2d_backward, call)
+    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, call.output_mask, strict=True))
 
 
 # ---- torch.autocast --------------------------------------------------------------------------------------------------
 
 
-def _autocast(args: tuple[Any, ...], device_type: str) -> Iterable[Any]:
+def _cast(call: Any, device_type: str) -> Iterable[Any]:
+    """Offsets are places, which neither dtype of theirs rounds: they stay as they are, or become float32."""
     dtype = torch.get_autocast_dtype(device_type)
-    input, weight, offset, *others = args
-    offset_dtype = dtype if offset.dtype == dtype else torch.float32  # neither rounds it
-    input, weight, *others = (cast_to(arg, dtype, device_type) for arg in (input, weight, *others))
-    return input, weight, cast_to(offset, offset_dtype, device_type), *others
+    cast = {name: cast_to(getattr(call, name), dtype, device_type) for name in ("input", "weight", "mask", "bias")}
+    offset_dtype = dtype if call.offset.dtype == dtype else torch.float32
+    return call._replace(offset=cast_to(call.offset, offset_dtype, device_type), **cast)
 
 
 # ---- torch.vmap: more images where the weights are shared, more groups of channels where they are not ----------------
 
+# The dimension of the channels, into which a batch goes.
+_CHANNEL_DIMS = {"grad_output": 1, "input": 1, "weight": 0, "offset": 1, "mask": 1, "bias": 0}
+
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    tensors, (*geometry, groups, offset_groups) = args[:5], args[5:]
-    input, weight, offset, mask, bias = tensors
-    if in_dims[1] is None and in_dims[4] is None:
-        input, offset, mask = (_fold(args[i], in_dims[i], 0, info.batch_size) for i in (0, 2, 3))
-        output = _forward(input, weight, offset, mask, bias, *geometry, groups, offset_groups)
-        return output.unflatten(0, (info.batch_size, -1)), 0
-    folded = _fold_channels(tensors, in_dims, (1, 0, 1, 1, 0), info.batch_size)
-    output = _forward(*folded, *geometry, groups * info.batch_size, offset_groups * info.batch_size)
+    call, batched = _Arguments(*args), _Arguments(*in_dims)
+    if batched.weight is None and batched.bias is None:
+        images = ("input", "offset", "mask")
+        folded = {name: _fold(getattr(call, name), getattr(batched, name), 0, info.batch_size) for name in images}
+        return _forward(*call._replace(**folded)).unflatten(0, (info.batch_size, -1)), 0
+    output = _forward(*_with_more_groups(call, batched, info.batch_size))
     return output.unflatten(1, (info.batch_size, -1)), 1
 
 
 def _vmap_backward(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor | None, ...], Any]:
-    tensors, (*geometry, groups, offset_groups, output_mask, deterministic) = args[:5], args[5:]
-    folded = _fold_channels(tensors, in_dims, (1, 1, 0, 1, 1), info.batch_size)
-    groups, offset_groups = groups * info.batch_size, offset_groups * info.batch_size
-    gradients = _backward(*folded, *geometry, groups, offset_groups, output_mask, deterministic)
-    channel_dims = (1, 0, 1, 1, 0)
+    arguments = arguments_of(_backward)
+    gradients = _backward(*_with_more_groups(arguments(*args), arguments(*in_dims), info.batch_size))
+    dims = tuple(_CHANNEL_DIMS[name] for name in ("input", "weight", "offset", "mask", "bias"))
     unfolded = (
         None if gradient is None else gradient.unflatten(dim, (info.batch_size, -1))
-        for gradient, dim in zip(gradients, channel_dims, strict=True)
+        for gradient, dim in zip(gradients, dims, strict=True)
     )
-    return tuple(unfolded), channel_dims
+    return tuple(unfolded), dims
 
 
-def _fold_channels(
-    tensors: Sequence[Tensor | None], in_dims: Sequence[int | None], channel_dims: Sequence[int], batch_size: int
-) -> list[Tensor | None]:
-    return [_fold(t, i, c, batch_size) for t, i, c in zip(tensors, in_dims[: len(tensors)], channel_dims, strict=True)]
+def _with_more_groups(call: Any, batched: Any, batch_size: int) -> Any:
+    """The arguments of one call for the whole batch: its elements become groups of channels, and of offsets."""
+    folded = {
+        name: _fold(getattr(call, name), getattr(batched, name), dim, batch_size)
+        for name, dim in _CHANNEL_DIMS.items()
+        if name in call._fields
+    }
+    return call._replace(groups=call.groups * batch_size, offset_groups=call.offset_groups * batch_size, **folded)
 
 
 def _fold(tensor: Tensor | None, batch_dim: int | None, dim: int, batch_size: int) -> Tensor | None:
@@ -389,10 +380,10 @@ def _fold(tensor: Tensor | None, batch_dim: int | None, dim: int, batch_size: in
     return tensor.movedim(batch_dim, dim).flatten(dim, dim + 1)
 
 
-torch.library.register_fake("myvision::deform_conv2d", _fake)
-torch.library.register_fake("myvision::_deform_conv2d_backward", _fake_backward)
-torch.library.register_vmap("myvision::deform_conv2d", _vmap)
-torch.library.register_vmap("myvision::_deform_conv2d_backward", _vmap_backward)
-register_autograd(_forward, _setup_context, _first_backward, composite=reference.deform_conv2d)
+register_fake(_fake, _forward)
+register_fake(_fake_backward, _backward)
+torch.library.register_vmap(_forward, _vmap)
+torch.library.register_vmap(_backward, _vmap_backward)
+register_autograd(_forward, _setup_context, _first_backward, composite=formula.deform_conv2d)
 register_second_derivative(_backward, _gradients)
-register_autocast(_forward, _autocast)
+register_autocast(_forward, _cast)

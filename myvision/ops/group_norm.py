@@ -7,7 +7,7 @@ from torch import Tensor
 
 from myvision._checks import check_tensors, is_integer
 from myvision._dispatch.overrides import overridable
-from myvision._formulas.group_norm import group_norm as reference
+from myvision._formulas.group_norm import group_norm as formula
 from myvision.ops._batch_norm import fake_group_norm, register
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import check_more_than_one
@@ -77,6 +77,6 @@ register(
     _ops.group_norm.default,
     _ops._group_norm_forward.default,
     fake_group_norm,
-    reference,
-    groups=lambda inputs: inputs[1],
+    formula,
+    groups=lambda call: call.num_groups,
 )

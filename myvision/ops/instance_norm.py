@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
-from myvision._formulas.instance_norm import instance_norm as reference
-from myvision._formulas.instance_norm import instance_norm_update as update_reference
+from myvision._formulas.instance_norm import instance_norm as formula
+from myvision._formulas.instance_norm import instance_norm_update as update_formula
 from myvision.ops._batch_norm import register, running_fakes
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import check_more_than_one
@@ -88,18 +90,21 @@ def instance_norm(
     )
 
 
+def _has_own_statistics(call: Any) -> bool:
+    return call.running_mean is None
+
+
+def _channels(call: Any) -> int:
+    return call.input.shape[1]
+
+
 _fake, _fake_update = running_fakes("instance_norm")
 register(
     _ops.instance_norm.default,
     _ops._instance_norm_forward.default,
     _fake,
-    reference,
-    groups=lambda inputs: inputs[0].shape[1],
+    formula,
+    own_statistics=_has_own_statistics,
+    groups=_channels,
 )
-register(
-    _ops.instance_norm.update,
-    _ops._instance_norm_forward.update,
-    _fake_update,
-    update_reference,
-    groups=lambda inputs: inputs[0].shape[1],
-)
+register(_ops.instance_norm.update, _ops._instance_norm_forward.update, _fake_update, update_formula, groups=_channels)

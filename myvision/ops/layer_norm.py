@@ -11,8 +11,8 @@ from torch import Tensor
 from myvision._checks import check_tensors
 from myvision._dispatch.nested import is_nested, on_nested_rows
 from myvision._dispatch.overrides import overridable
-from myvision._formulas.layer_norm import layer_norm as reference
-from myvision.ops._layer_norm import as_shape, fake_layer_norm, is_first, register
+from myvision._formulas.layer_norm import layer_norm as formula
+from myvision.ops._layer_norm import as_shape, is_first, register
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 
 _ops = torch.ops.myvision
@@ -86,4 +86,4 @@ def layer_norm(
     )
 
 
-register(_ops.layer_norm.default, _ops._layer_norm_forward.default, fake_layer_norm, reference)
+register(_ops.layer_norm.default, _ops._layer_norm_forward.default, formula)

@@ -45,10 +45,10 @@ def my_add(x: Tensor, y: Tensor) -> Tensor:
     return output
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, y = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.y_shape, ctx.y_dtype = x.shape, x.dtype, y.shape, y.dtype
-    ctx.device = x.device
+def _setup_context(ctx: Any, call: Any, output: Tensor) -> None:
+    ctx.x_shape, ctx.x_dtype = call.x.shape, call.x.dtype
+    ctx.y_shape, ctx.y_dtype = call.y.shape, call.y.dtype
+    ctx.device = call.x.device
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from myvision._checks import check_tensors
 from myvision._dispatch.nested import is_nested, on_nested_rows
 from myvision._dispatch.overrides import overridable
-from myvision._formulas.rms_norm import rms_norm as reference
-from myvision.ops._layer_norm import as_shape, fake_rms_norm, is_first, register
+from myvision._formulas.rms_norm import rms_norm as formula
+from myvision.ops._layer_norm import as_shape, is_first, register
 from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import default_rms_eps
 
@@ -80,4 +80,4 @@ def rms_norm(
     return _ops.rms_norm.default(input, shape, weight, residual, channels_first, eps, activation, negative_slope)
 
 
-register(_ops.rms_norm.default, _ops._rms_norm_forward.default, fake_rms_norm, reference)
+register(_ops.rms_norm.default, _ops._rms_norm_forward.default, formula)

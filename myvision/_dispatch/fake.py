@@ -1,0 +1,33 @@
+"""Fakes: what an operator returns for tensors without data, and what it rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from myvision._dispatch.arguments import arguments_of
+
+
+def register_fake(fake: Callable[[Any], Any], *ops: torch._ops.OpOverload) -> None:
+    """Gives operators of the same arguments their fake.
+
+    Args:
+        fake: ``fake(arguments)`` gets the arguments by name and returns a tensor, or a tuple of all results.
+        *ops: each returns as many of the results as its schema has.
+    """
+    for op in ops:
+        torch.library.register_fake(op, _of(fake, op))
+
+
+def _of(fake: Callable[[Any], Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
+    arguments, count = arguments_of(op), len(op._schema.returns)
+
+    def call(*args: Any) -> Any:
+        results = fake(arguments(*args))
+        if isinstance(results, torch.Tensor):
+            return results
+        return results[0] if count == 1 else results[:count]
+
+    return call
