@@ -13,6 +13,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # This cache of torch.compile does not know the operators' version: it would run what an earlier one compiled.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
+# torch.compile believes the CPU what instruction sets it has, and compiles programs quickly, not for speed.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+
 import torch
 from emulation import EMULATORS, in_place_of_cpu, is_supported
 from helpers import FLOATING_DTYPES, LAYOUTS, available_instruction_sets
@@ -40,6 +44,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
             yield "cpu"
     else:
         yield available(request.param)
+
+
+@pytest.fixture
+def fast_mode(request: pytest.FixtureRequest) -> bool:
+    """Whether gradcheck compares a sum of a Jacobian's entries instead of each: calls of emulated kernels are slow."""
+    return request.node.callspec.params["device"] in EMULATORS
 
 
 @pytest.fixture(params=["cpu", "cuda"])

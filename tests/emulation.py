@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,47 +60,58 @@ class Emulator:
 
     def operators(self) -> Path:
         """The library with every operator, built."""
-        sources = [*map(Path, setup_script.operator_glue()), *map(Path, setup_script.sources("ops/**/*_cuda.cu"))]
-        return self._build("operators.so", [REPOSITORY / source for source in sources], library=True)
+        return self._build("operators.so")
 
     def program(self, name: str) -> Path:
         """tests/simt/<name>.cu, built."""
-        return self._build(name, [SIMT / f"{name}.cu"], library=False)
+        return self._build(name)
 
-    def _build(self, name: str, sources: list[Path], library: bool) -> Path:
+    def _build(self, name: str) -> Path:
         setup_script.find_ninja()
-        directory = self.directory / name.partition(".")[0]
-        directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / "lock"):
-            (directory / "build.ninja").write_text(self._ninja_file(name, sources, library))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.directory / "lock"):
+            (self.directory / "build.ninja").write_text(self._ninja_file())
             # A compiler does not run under a sanitizer that is loaded for the tests.
             environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-            result = subprocess.run(["ninja", "-C", directory], capture_output=True, text=True, env=environment)
+            command = ["ninja", "-C", self.directory, name]
+            result = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert result.returncode == 0, f"the emulated kernels do not compile:\n{result.stdout}"
-        return directory / name
+        return self.directory / name
 
-    def _ninja_file(self, name: str, sources: list[Path], library: bool) -> str:
+    def _ninja_file(self) -> str:
+        """How each of the programs and the library are made. All of them share the emulator's objects."""
         instrument, told = SANITIZERS[self.sanitizer]
         flags = [*self._flags(), *told]
+        kernels = [*flags, *instrument]
         torch_libraries = [*[f"-L{path}" for path in cpp_extension.library_paths("cpu")], "-ltorch_cpu"]
-        linked = [*instrument, *(["-shared", *torch_libraries] if library else [])]
         text = io.StringIO()
         writer = ninja_syntax.Writer(text)
-        for rule, options in {"kernels": [*flags, *instrument], "emulator": flags}.items():
+        # What only checks arguments and allocates is compiled as fast as can be; it runs once a call.
+        for rule, options in {
+            "emulator": [*flags, "-O1"],
+            "kernels": [*kernels, "-O1"],
+            "glue": [*kernels, "-Og"],
+        }.items():
             command = f"{shlex.join([*COMPILER, *options])} -MMD -MF $out.d -x c++ -c $in -o $out"
             writer.rule(rule, command, depfile="$out.d", deps="gcc")
-        writer.rule("link", f"{shlex.join(COMPILER)} $in -o $out {shlex.join(linked)}")
-        objects = []
-        for rule, files in {"kernels": sources, "emulator": sorted(SIMT.glob("*.cpp"))}.items():
-            for file in files:
-                objects += writer.build(f"{rule}/{file.name}.o", rule, str(file))
-        writer.build(name, "link", objects)
+        for rule, options in {"program": instrument, "library": [*instrument, "-shared", *torch_libraries]}.items():
+            writer.rule(rule, f"{shlex.join(COMPILER)} $in -o $out {shlex.join(options)}")
+
+        def compiled(rule: str, files: Iterable[Path]) -> list[str]:
+            return [output for file in files for output in writer.build(f"{rule}/{file.name}.o", rule, str(file))]
+
+        emulator = compiled("emulator", sorted(SIMT.glob("*.cpp")))
+        for program in sorted(SIMT.glob("*.cu")):
+            writer.build(program.stem, "program", [*compiled("kernels", [program]), *emulator])
+        glue = compiled("glue", [REPOSITORY / source for source in setup_script.operator_glue()])
+        launchers = [REPOSITORY / source for source in setup_script.sources("ops/**/*_cuda.cu")]
+        writer.build("operators.so", "library", [*compiled("kernels", launchers), *glue, *emulator])
         return text.getvalue()
 
     def _flags(self) -> list[str]:
         includes = [REPOSITORY / "csrc", REPOSITORY / "tests", *cpp_extension.include_paths("cpu")]
         return [
-            *["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"],
+            *["-std=c++20", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"],
             *["-DMYVISION_GPU", "-DMYVISION_EMULATOR", f"-DSIMT_WARP_SIZE={self.warp_size}"],
             f"-DMYVISION_OP_NAMESPACE={self.namespace}",
             *[f"-I{path}" for path in includes],

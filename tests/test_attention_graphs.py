@@ -72,10 +72,11 @@ def scalar(call: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradcheck(case: Case, device: str) -> None:
+def test_gradcheck(case: Case, device: str, fast_mode: bool) -> None:
     assert gradcheck(
         function(case, device),
         finite(leaves(case, device)),
+        fast_mode=fast_mode,
         check_forward_ad=True,
         check_batched_grad=True,
         check_undefined_grad=True,

@@ -39,7 +39,7 @@ def function(case: Case) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("batch", [0, 1, 33])
-def test_gradcheck(batch: int, device: str) -> None:
+def test_gradcheck(batch: int, device: str, fast_mode: bool) -> None:
     case = FIELD.but(batch=batch)
     assert gradcheck(
         function(case),
@@ -47,7 +47,7 @@ def test_gradcheck(batch: int, device: str) -> None:
         check_forward_ad=True,
         check_batched_grad=True,
         check_undefined_grad=batch == 1,
-        fast_mode=batch == 33,
+        fast_mode=fast_mode or batch == 33,
         nondet_tol=1e-12 if device == "cuda" else 0,
     )
 

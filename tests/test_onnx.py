@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from myvision.ops import my_add
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
+
+# Each export translates all that onnxscript knows of torch's operators anew: half of the time that a small one takes.
+exporter = torch.onnx._internal.exporter._registration.onnxscript_apis
+exporter.get_torchlib_ops = functools.cache(exporter.get_torchlib_ops)
 
 OPSETS = [19, 20, 21, 22, 23]
 

@@ -33,6 +33,16 @@ def arguments_of(op: Any) -> Any:
     return namedtuple(title, names, defaults=[None] * len(names))
 
 
+def needs_of(arguments: Any, ctx: Any) -> Any:
+    """Which arguments need a gradient, by name.
+
+    Args:
+        arguments: what ``arguments_of`` returned.
+        ctx: the context of an autograd function; one of torch.func's levels has an input more than the operator.
+    """
+    return arguments._make(ctx.needs_input_grad[: len(arguments._fields)])
+
+
 def call_by_name(function: Callable[..., Any], arguments: Any, **others: Any) -> Any:
     """Calls a function with those of the arguments, a named tuple, that it has parameters for.
 

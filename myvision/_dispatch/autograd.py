@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from myvision._dispatch.arguments import arguments_of, call_by_name
+from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.vjp import gradients_of
 
 try:
@@ -228,7 +228,7 @@ def _single_level_function(derivative: _Derivative, raw: Formula) -> Any:
         return derivative.returned(results)
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        ctx.needs_input_grad = ctx.needs_input_grad[: len(derivative.op._schema.arguments)]
+        ctx.needs_input_grad = needs_of(derivative.arguments, ctx)
         return (*derivative.backward(ctx, *grads), None)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:

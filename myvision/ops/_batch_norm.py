@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from myvision._dispatch.arguments import arguments_of, call_by_name
+from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
 from myvision._dispatch.vjp import gradients_of
@@ -178,7 +178,7 @@ def register(
     running = {"running_mean", "running_var"}.intersection(arguments._fields)
 
     def setup_context(ctx: Any, call: Any, results: tuple[Tensor, Tensor]) -> None:
-        needs = arguments._make(ctx.needs_input_grad)
+        needs = needs_of(arguments, ctx)
         if any(getattr(needs, name) for name in running):
             raise RuntimeError(f"{op._schema.name}: running_mean and running_var have no gradient: detach them")
         training = own_statistics(call)
@@ -187,7 +187,7 @@ def register(
         ctx.save_for_backward(call.input, results[1], call.weight, call.bias, call.residual if ctx.activated else None)
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs = arguments._make(ctx.needs_input_grad)
+        needs = needs_of(arguments, ctx)
         wanted = [needs.input, needs.weight, needs.bias, needs.residual and ctx.activated]
         input, weight, bias, residual = _backward(grad_output, *ctx.saved_tensors, *ctx.options, wanted)
         if needs.residual and not ctx.activated:

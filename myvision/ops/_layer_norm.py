@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from myvision._dispatch.arguments import arguments_of, call_by_name
+from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
 from myvision._dispatch.vjp import gradients_of
@@ -173,7 +173,7 @@ def register(op: torch._ops.OpOverload, forward: torch._ops.OpOverload, formula:
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, statistics, *parameters = ctx.saved_tensors
-        needs = arguments._make(ctx.needs_input_grad)
+        needs = needs_of(arguments, ctx)
         wanted = [needs.input, needs.weight, has_bias and needs.bias, needs.residual and ctx.activated]
         grad_input, weight, bias, residual = _backward(
             grad_output, input, statistics, ctx.shape, *parameters, *ctx.options, wanted
@@ -203,7 +203,7 @@ def register_add(
 
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         sum, statistics, weight, bias, seed = ctx.saved_tensors
-        needs = arguments._make(ctx.needs_input_grad)
+        needs = needs_of(arguments, ctx)
         if grad_output is None:
             grad_output = torch.zeros_like(sum)
         drops = ctx.dropout_p > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from myvision._checks import check_number, check_tensor, is_integer
-from myvision._dispatch.arguments import arguments_of, call_by_name
+from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
@@ -547,7 +547,7 @@ _FIRST_OPTION = _Arguments._fields.index("dropout_p")  # before it stand the ten
 
 
 def _setup_context(ctx: Any, call: Any, results: tuple[Tensor, Tensor, Tensor]) -> None:
-    if _Arguments._make(ctx.needs_input_grad).alibi_slopes:
+    if needs_of(_Arguments, ctx).alibi_slopes:
         raise NotImplementedError("attention: alibi_slopes has no gradient; pass alibi_slopes.detach()")
     ctx.set_materialize_grads(False)
     output, _, statistics = results
@@ -559,7 +559,7 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
     output, statistics, *tensors = ctx.saved_tensors
     if grad_output is None:
         grad_output = torch.zeros_like(output)
-    needs = _Arguments._make(ctx.needs_input_grad)
+    needs = needs_of(_Arguments, ctx)
     wanted = [needs.query, needs.key, needs.value, needs.attn_mask]
     query, key, value, mask = _backward(grad_output, grad_lse, *tensors, output, statistics, *ctx.options, wanted)
     return _Arguments(query=query, key=key, value=value, attn_mask=mask)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from myvision._checks import check_tensor, pair
-from myvision._dispatch.arguments import arguments_of, call_by_name
+from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
@@ -309,7 +309,7 @@ def _setup_context(ctx: Any, call: Any, output: Tensor) -> None:
 
 
 def _first_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    needs = _Arguments._make(ctx.needs_input_grad)
+    needs = needs_of(_Arguments, ctx)
     wanted = [needs.input, needs.weight, needs.offset, needs.mask, needs.bias]
     deterministic = torch.are_deterministic_algorithms_enabled()
     gradients = _backward(grad_output, *ctx.saved_tensors, *ctx.geometry, wanted, deterministic)
