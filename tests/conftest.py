@@ -114,17 +114,30 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("share" if config.option.share == "chosen" else "whole")
 
 
+def expects_gpu() -> bool:
+    return torch.cuda.is_available() or os.environ.get("MYVISION_REQUIRE_GPU") == "1"
+
+
+def pytest_report_header() -> str | None:
+    return None if expects_gpu() else "GPU: none here, its tests are left out; MYVISION_REQUIRE_GPU=1 has them fail"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what needs a GPU, for `pytest -m gpu`, and leaves out what is not of the share that is asked for."""
+    """Marks what needs a GPU, for `pytest -m gpu`, and leaves out what is not of the share that is asked for, and what
+    needs a GPU where there is none.
+    """
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if "gpu" in item.fixturenames or "cuda" in (parameters.get("device"), parameters.get("real_device")):
             item.add_marker("gpu")
     named = any("::" in argument for argument in config.args)  # whoever names tests gets them all
-    if config.option.share == "all" or named:
+    if named:
         return
-    of_share = set(chosen(items))
+    runnable = [item for item in items if expects_gpu() or not item.get_closest_marker("gpu")]
+    of_share = set(chosen(runnable))
     if config.option.share == "rest":  # whatever draws examples draws more of them now
-        of_share = {item for item in items if item not in of_share or hasattr(item.obj, "hypothesis")}
+        of_share = {item for item in runnable if item not in of_share or hasattr(item.obj, "hypothesis")}
+    if config.option.share == "all":
+        of_share = set(runnable)
     config.hook.pytest_deselected(items=[item for item in items if item not in of_share])
     items[:] = [item for item in items if item in of_share]

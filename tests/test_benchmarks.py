@@ -66,16 +66,14 @@ def test_command_line_runs_them(tmp_path: Path) -> None:
     assert "deform_conv2d" not in printed
 
 
-def test_every_case_of_deform_conv2d_runs(tmp_path: Path) -> None:
-    assert main(["--quick", "--ops", "deform_conv2d", "--out", str(tmp_path)]) == 0
+# Memory is measured in a new process for each of the peers.
+@pytest.mark.parametrize("memory", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("op", "groups"), [("deform_conv2d", 3), ("attention", 8)])
+def test_every_case_runs(op: str, groups: int, memory: bool, tmp_path: Path) -> None:
+    pattern = "" if memory else "^(?!.*memory)"
+    assert main(["--quick", "--ops", op, "--filter", pattern, "--out", str(tmp_path)]) == 0
     rows = report.load_json(tmp_path / "results.json")
-    assert len({row.group for row in rows}) == (4 if harness.can_measure_memory(CPU) else 3)
-
-
-def test_every_case_of_attention_runs(tmp_path: Path) -> None:
-    assert main(["--quick", "--ops", "attention", "--out", str(tmp_path)]) == 0
-    rows = report.load_json(tmp_path / "results.json")
-    assert len({row.group for row in rows}) == (9 if harness.can_measure_memory(CPU) else 8)
+    assert len({row.group for row in rows}) == groups + (memory and harness.can_measure_memory(CPU))
 
 
 def test_filter_that_matches_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:

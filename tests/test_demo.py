@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import runpy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -93,12 +95,10 @@ def test_digits_are_drawn_turned_and_shifted() -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path: Path, tmp_path: Path) -> None:
+def test_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path.stem == "from_torchvision":
         pytest.importorskip("torchvision")
     if path.stem == "export_model":
         pytest.importorskip("onnxscript")
-    arguments = [str(path), str(tmp_path)]
-    assert run_python(
-        f"import runpy, sys; sys.argv = {arguments}; runpy.run_path({arguments[0]!r}, run_name='__main__')"
-    )
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path)])
+    runpy.run_path(str(path), run_name="__main__")

@@ -11,6 +11,7 @@ import torch
 from exported_model import DYNAMIC_SHAPES, DeformableNet, images, runs_deform_conv
 from helpers import random_tensor, run_python
 from torch import Tensor, nn
+from torch.onnx._internal._lazy_import import onnxscript_apis
 
 import myvision.onnx
 from myvision._cli.graph import read_graph
@@ -21,8 +22,7 @@ ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 # Each export translates all that onnxscript knows of torch's operators anew: half of the time that a small one takes.
-exporter = torch.onnx._internal.exporter._registration.onnxscript_apis
-exporter.get_torchlib_ops = functools.cache(exporter.get_torchlib_ops)
+onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
 
 OPSETS = [19, 20, 21, 22, 23]
 
