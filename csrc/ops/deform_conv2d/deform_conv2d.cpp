@@ -162,35 +162,13 @@ Tensor new_output(const DeformConv2dParams& p, const Tensor& input, const Tensor
 }
 
 // ------------------------------------------------------------------------------------------------ launch
-#ifdef MYVISION_GPU
-// Runs launch(workspace, stream), which returns null or an error text, on the GPU of `input`.
-template <typename Launch>
-void run_on_gpu(const Tensor& input, int64_t workspace_bytes, const Launch& launch) {
-  const GpuScope gpu(input);
-  const Tensor workspace = torch::stable::new_empty(input, {workspace_bytes}, ScalarType::Byte);
-  check_launch("deform_conv2d", launch(workspace.mutable_data_ptr(), gpu.stream()));
-}
-
 void run_forward(const DeformConv2dParams& params, const Tensor& input) {
-  run_on_gpu(input, deform_conv2d_forward_cuda_workspace(params),
-             [&](void* workspace, void* stream) { return deform_conv2d_forward_cuda(params, workspace, stream); });
+  launch(kOp, input, deform_conv2d_forward_kernel, params);
 }
 
-void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor& input,
-                  bool deterministic) {
-  run_on_gpu(input, deform_conv2d_backward_cuda_workspace(params, gradients, deterministic),
-             [&](void* workspace, void* stream) {
-               return deform_conv2d_backward_cuda(params, gradients, deterministic, workspace, stream);
-             });
+void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor& input) {
+  launch(kOp, input, deform_conv2d_backward_kernel, params, gradients);
 }
-#else
-void run_forward(const DeformConv2dParams& params, const Tensor&) { deform_conv2d_forward_cpu(params); }
-
-void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&,
-                  bool deterministic) {
-  deform_conv2d_backward_cpu(params, gradients, deterministic);
-}
-#endif
 
 // ------------------------------------------------------------------------------------------------ operators
 Tensor deform_conv2d(const Tensor& input, const Tensor& weight, const Tensor& offset, const std::optional<Tensor>& mask,
@@ -232,6 +210,7 @@ Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input,
 
   params.output = readable(grad_output);
   DeformConv2dGradients views{};
+  views.deterministic = deterministic;
   Tensor bias_like = output_mask[4] ? torch::stable::new_empty(weight, {params.out_channels}) : Tensor();
   const Gradients gradients{new_gradient(output_mask[0], input, views.input),
                             new_gradient(output_mask[1], weight, views.weight),
@@ -239,7 +218,7 @@ Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input,
                             new_gradient(output_mask[3], mask.value_or(input), views.mask),
                             new_gradient(output_mask[4], bias_like, views.bias)};
   if (grad_output.numel() > 0) {
-    run_backward(params, views, input, deterministic);
+    run_backward(params, views, input);
   } else {
     std::apply([](auto... gradient) { (zero_if_defined(gradient), ...); }, gradients);
   }

@@ -557,9 +557,9 @@ void forward(const DeformConv2dParams& params) {
   with_type(params.dtype, [&]<typename In>(In*) { Forward<In>(params).run(); });
 }
 
-void backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const bool& deterministic) {
+void backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
   with_type(params.dtype, [&]<typename In>(In*) {
-    const int64_t most = deterministic ? kDeterministicWorkers : num_threads();
+    const int64_t most = gradients.deterministic ? kDeterministicWorkers : num_threads();
     Backward<In>(params, gradients, Common<In>::worthwhile_workers(params, most)).run();
   });
 }
