@@ -60,6 +60,12 @@ class Backward {
     KeyBuffers<T> keys;
     T *finite_keys, *grad_key, *grad_value;  // the gradients: of all keys of a cut
   };
+  // All memory: QueryBuffers of every tile of the slots, sums of the queries' gradients, a Scratch of every worker.
+  struct Shares {
+    char* queries;
+    T* sums;
+    char* scratches;
+  };
   // Where the gradients of a tile of keys are summed up.
   struct KeySums {
     KeyRange range;
@@ -72,42 +78,35 @@ class Backward {
   };
 
   // ---- memory
-  QueryBuffers carve_query(Carver<T>& memory) const {
-    return {pairs_.carve_queries(memory), memory.take(pairs_.queries.size * pairs_.width_pitch),
-            memory.take(pairs_.queries.size * pairs_.value_pitch)};
+  QueryBuffers carve_query(Carver& memory) const {
+    return {pairs_.carve_queries(memory), memory.take<T>(pairs_.queries.size * pairs_.width_pitch),
+            memory.take<T>(pairs_.queries.size * pairs_.value_pitch)};
   }
-  Scratch carve_scratch(Carver<T>& memory) const {
-    return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory), memory.take(pairs_.keys.size * pairs_.width_pitch),
-            memory.take(cut_keys() * pairs_.width_pitch), memory.take(cut_keys() * pairs_.value_pitch)};
+  Scratch carve_scratch(Carver& memory) const {
+    return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory),
+            memory.take<T>(pairs_.keys.size * pairs_.width_pitch), memory.take<T>(cut_keys() * pairs_.width_pitch),
+            memory.take<T>(cut_keys() * pairs_.value_pitch)};
+  }
+  Shares carve_shares(Carver& memory) const {
+    return {memory.take<char>(query_slots_ * pairs_.queries.count * query_bytes_),
+            memory.take<T>(sums_slots_ * cuts_ * sums_size()), memory.take<char>(workers_ * scratch_bytes_)};
   }
   int64_t cut_keys() const { return ceil_div(mask_.phase_tiles(), cuts_) * pairs_.keys.size; }
-  int64_t query_size() const {
-    Carver<T> count;
-    carve_query(count);
-    return count.used;
-  }
-  int64_t scratch_size() const {
-    Carver<T> count;
-    carve_scratch(count);
-    return count.used;
-  }
   int64_t sums_size() const { return pairs_.queries.count * pairs_.queries.size * p.width; }
 
   Scratch scratch(int64_t worker) const {
-    Carver<T> memory{memory_.template as<T>() + packed_size_ + all_sums_size_ + worker * scratch_size_};
+    Carver memory(shares_.scratches + worker * scratch_bytes_);
     return carve_scratch(memory);
   }
   Query* queries(int64_t slot) const { return queries_.template as<Query>() + slot * pairs_.queries.count; }
   // Of gradients of queries, as columns of panels.
-  T* query_sums(int64_t slot, int64_t cut) const {
-    return memory_.template as<T>() + packed_size_ + (slot * cuts_ + cut) * sums_size();
-  }
+  T* query_sums(int64_t slot, int64_t cut) const { return shares_.sums + (slot * cuts_ + cut) * sums_size(); }
 
   // ---- work
   void pack_tile(const Head& head, int64_t tile, int64_t slot, const Scratch& own) const {
     const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
     if (n <= 0) return;
-    Carver<T> memory{memory_.template as<T>() + (slot * pairs_.queries.count + tile) * query_size_};
+    Carver memory(shares_.queries + (slot * pairs_.queries.count + tile) * query_bytes_);
     const QueryBuffers to = carve_query(memory);
     const auto near = [&](const Strided4& tensor, int64_t width, T* buffer, int64_t pitch) {
       return near_rows(query_rows<const S>(tensor, head).from(q), n, width, buffer, pitch);
@@ -313,10 +312,10 @@ class Backward {
   const bool keeps_queries_ = cuts_ > 1, keeps_sums_ = cuts_ > 1 || phases_ > 1;
   const int64_t query_slots_ = keeps_queries_ ? p.batch * p.heads : workers_;
   const int64_t sums_slots_ = keeps_sums_ ? p.batch * p.heads : workers_;
-  const int64_t query_size_ = query_size(), scratch_size_ = scratch_size();
-  const int64_t packed_size_ = query_slots_ * pairs_.queries.count * query_size_;
-  const int64_t all_sums_size_ = sums_slots_ * cuts_ * sums_size();
-  const Workspace memory_{int64_t((packed_size_ + all_sums_size_ + workers_ * scratch_size_) * sizeof(T))};
+  const int64_t query_bytes_ = bytes_of([this](Carver& memory) { carve_query(memory); });
+  const int64_t scratch_bytes_ = bytes_of([this](Carver& memory) { carve_scratch(memory); });
+  const Workspace memory_{bytes_of([this](Carver& memory) { carve_shares(memory); })};
+  const Shares shares_ = memory_.carve([this](Carver& memory) { return carve_shares(memory); });
   const Workspace queries_{int64_t(query_slots_ * pairs_.queries.count * sizeof(Query))};
 };
 

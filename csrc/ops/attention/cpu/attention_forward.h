@@ -52,22 +52,15 @@ class Forward {
     T *queries, *sums, *peak, *total;
   };
 
-  Scratch carve_scratch(Carver<T>& memory) const {
-    T *const queries = memory.take(queries_.size * p.width), *const sums = memory.take(queries_.size * p.value_width),
-             *const peak = memory.take(queries_.size), *const total = memory.take(queries_.size),
-             *const weights = memory.take(keys_.size * kLanes);
-    return {queries, sums,    peak,
-            total,   weights, Scores<T>(p, keys_.size, memory.take(Scores<T>::scratch_size(p, keys_.size)))};
-  }
-  int64_t scratch_size() const {
-    Carver<T> count;
-    carve_scratch(count);
-    return count.used;
+  Scratch carve_scratch(Carver& memory) const {
+    return {memory.take<T>(queries_.size * p.width), memory.take<T>(queries_.size * p.value_width),
+            memory.take<T>(queries_.size),           memory.take<T>(queries_.size),
+            memory.take<T>(keys_.size * kLanes),     Scores<T>(p, keys_.size, memory)};
   }
 
   KeyTile* key_tiles(int64_t slot) const { return key_tiles_.template as<KeyTile>() + slot * keys_.count; }
   Scratch scratch(int64_t worker) const {
-    Carver<T> memory{scratches_.template as<T>() + worker * scratch_size_};
+    Carver memory(scratches_.template as<char>() + worker * scratch_bytes_);
     return carve_scratch(memory);
   }
   Panel panel(int64_t q, int64_t n, int64_t lane, const Scratch& own) const {
@@ -164,9 +157,10 @@ class Forward {
   const bool pack_first_ = cuts_ > 1 || (units_ < 4 * num_threads() && units_ % num_threads() != 0);
   const int64_t workers_ = std::min(num_threads(), pack_first_ ? units_ * group_ * queries_.count * cuts_ : units_);
   const int64_t slots_ = pack_first_ ? units_ : workers_;
-  const int64_t packed_size_ = keys_.size * (key_pitch_ + value_pitch_), scratch_size_ = scratch_size();
+  const int64_t packed_size_ = keys_.size * (key_pitch_ + value_pitch_);
+  const int64_t scratch_bytes_ = bytes_of([this](Carver& memory) { carve_scratch(memory); });
   const Workspace packed_{int64_t(slots_ * keys_.count * packed_size_ * sizeof(T))};
-  const Workspace scratches_{int64_t(workers_ * scratch_size_ * sizeof(T))};
+  const Workspace scratches_{workers_ * scratch_bytes_};
   const Workspace key_tiles_{int64_t(slots_ * keys_.count * sizeof(KeyTile))};
   const Results<S> results_{p, cuts_};
 };

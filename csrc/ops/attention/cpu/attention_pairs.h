@@ -47,19 +47,17 @@ class Pairs {
         p(params),
         grad_(gradients) {}
 
-  QueryTile<T> carve_queries(Carver<T>& memory) const {
-    return {memory.take(p.width * query_pitch), memory.take(p.value_width * query_pitch), memory.take(query_pitch),
-            memory.take(query_pitch), memory.take(query_pitch)};
+  QueryTile<T> carve_queries(Carver& memory) const {
+    return {memory.take<T>(p.width * query_pitch), memory.take<T>(p.value_width * query_pitch),
+            memory.take<T>(query_pitch), memory.take<T>(query_pitch), memory.take<T>(query_pitch)};
   }
-  KeyBuffers<T> carve_keys(Carver<T>& memory) const {
-    return {memory.take(keys.size * width_pitch), memory.take(keys.size * value_pitch)};
+  KeyBuffers<T> carve_keys(Carver& memory) const {
+    return {memory.take<T>(keys.size * width_pitch), memory.take<T>(keys.size * value_pitch)};
   }
-  PairScratch<T> carve_scratch(Carver<T>& memory) const {
+  PairScratch<T> carve_scratch(Carver& memory) const {
     const int64_t size = keys.size * query_pitch;
-    T *const weights = memory.take(size), *const gradients = memory.take(size),
-             *const slopes = p.softcap > 0 ? memory.take(size) : nullptr, *const line = memory.take(line_size());
-    return {weights, gradients, slopes, line,
-            Scores<T>(p, keys.size, memory.take(Scores<T>::scratch_size(p, keys.size)))};
+    return {memory.take<T>(size), memory.take<T>(size), p.softcap > 0 ? memory.take<T>(size) : nullptr,
+            memory.take<T>(line_size()), Scores<T>(p, keys.size, memory)};
   }
 
   // n queries from q on, and the gradients of their outputs.

@@ -29,17 +29,13 @@ class Scores {
  public:
   static constexpr int64_t kLanes = GemmTile<T>::kCols;
 
-  Scores(const AttentionParams& params, int64_t most_keys, T* scratch)
+  // Only a mask and dropout need memory.
+  Scores(const AttentionParams& params, int64_t most_keys, Carver& memory)
       : p(params),
-        pitch_(padded_row(most_keys)),
-        lines_(scratch),
-        panel_(lines_ + kLanes * pitch_),
-        words_(reinterpret_cast<uint32_t*>(panel_ + kLanes * pitch_)) {}
-
-  static int64_t scratch_size(const AttentionParams& p, int64_t most_keys) {
-    const bool is_needed = p.mask_kind != AttentionMask::None || p.dropout_p > 0;
-    return is_needed ? 2 * kLanes * padded_row(most_keys) + padded_row(most_keys + 4 + 4 * kPhiloxCounters) : 0;
-  }
+        pitch_(p.mask_kind != AttentionMask::None || p.dropout_p > 0 ? padded_row(most_keys) : 0),
+        lines_(memory.take<T>(kLanes * pitch_)),
+        panel_(memory.take<T>(kLanes * pitch_)),
+        words_(memory.take<uint32_t>(pitch_ + 4 + 4 * kPhiloxCounters)) {}
 
   // Makes products of n queries from q on with these keys scores, and the softcap's slopes where they are wanted. Not
   // inlined: compiled once, the forward and the backward pass get the same bits.

@@ -6,6 +6,7 @@
 #include "common/gemm.h"
 #include "common/rounding.h"
 #include "common/vec_io.h"
+#include "common/workspace.h"
 #include "ops/attention/attention_math.h"
 
 namespace myvision::CPU_CAPABILITY::attention {
@@ -67,20 +68,6 @@ struct Lengths {
       queries = std::max(queries, sequence.queries);
       keys = std::max(keys, sequence.keys);
     }
-  }
-};
-
-// ------------------------------------------------------------------------------------------------ memory
-// Hands out a block of memory; without one it only counts.
-template <typename T>
-struct Carver {
-  T* memory = nullptr;
-  int64_t used = 0;
-
-  T* take(int64_t n) {
-    T* const piece = memory ? memory + used : nullptr;
-    used += round_up(n, 16);
-    return piece;
   }
 };
 
