@@ -27,8 +27,9 @@ struct Call {
 };
 
 // ------------------------------------------------------------------------------------------------ checks
-// In the order in which myvision/ops/attention.py makes them for the fakes.
-// Of query, key or value: the size at [batch, heads, length, width].
+// myvision/ops/attention.py makes the same checks in the same order for the fakes.
+
+// The size of query, key or value in dimension `dim` of [batch, heads, length, width], which packed ones have as well.
 int64_t size_at(const Tensor& tensor, int dim) {
   static constexpr int kPackedDim[] = {-1, 1, 0, 2};
   return tensor.size(tensor.dim() == 4 ? dim : kPackedDim[dim]);
@@ -105,7 +106,7 @@ void check_starts(const char* name, const OptionalTensor& starts, const Tensor& 
   check_same_device(kOp, {name, *starts}, {"query", query});
 }
 
-// Where the offsets can be read without waiting for a device; a GPU's kernels cut what leaves the tensors.
+// Only offsets on the CPU can be read without waiting for a device; a GPU's kernels cut those that leave the tensors.
 void check_offsets(const char* name, const Tensor& starts, int64_t rows) {
   if (!starts.is_cpu()) return;
   const auto* offset = static_cast<const int64_t*>(starts.const_data_ptr());
@@ -123,14 +124,14 @@ int64_t checked_window(const char* name, const std::optional<int64_t>& window) {
 }
 
 // ------------------------------------------------------------------------------------------------ parameters
-// As [batch, heads, length, width], of rows of packed sequences too.
+// The kernels see every tensor as [batch, heads, length, width], packed ones too.
 Strided4 view_of(const Tensor& tensor) {
   void* data = const_cast<void*>(tensor.const_data_ptr());
   if (tensor.dim() == 3) return {data, {0, tensor.stride(1), tensor.stride(0), tensor.stride(2)}};
   return {data, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
 }
 
-// Without a stride where it is repeated.
+// The mask as [batch, heads, queries, keys]: stride 0 where it is broadcast.
 Strided4 mask_view_of(const Tensor& mask) {
   Strided4 view{const_cast<void*>(mask.const_data_ptr()), {}};
   const int first = 4 - static_cast<int>(mask.dim());
@@ -221,7 +222,7 @@ void set_views(Call& call, const Tensor& output, const Tensor& lse, const Tensor
 }
 
 // ------------------------------------------------------------------------------------------------ allocation
-// Of the sizes of `like` but for its width; heads lie inside of lengths where they do in `like`.
+// A tensor of the sizes of `like` but for its width. Its heads lie inside of its lengths where they do in `like`.
 Tensor new_rows(const Tensor& like, int64_t width) {
   const bool batched = like.dim() == 4, heads_inside = batched && like.stride(1) < like.stride(2);
   const int order[] = {0, heads_inside ? 2 : 1, heads_inside ? 1 : 2, 3};  // outermost first
@@ -235,7 +236,7 @@ Tensor new_rows(const Tensor& like, int64_t width) {
   return empty_strided(like.dim(), sizes, strides, like.scalar_type(), like);
 }
 
-// So many numbers for each query of each head.
+// A tensor with numbers, shaped `of_a_row`, for each query of each head.
 Tensor new_numbers(const Call& call, IntArray of_a_row) {
   const AttentionParams& p = call.params;
   std::vector<int64_t> sizes{p.heads, p.queries};
@@ -246,14 +247,16 @@ Tensor new_numbers(const Call& call, IntArray of_a_row) {
 Tensor new_lse(const Call& call) { return new_numbers(call, {}); }
 Tensor new_statistics(const Call& call) { return new_numbers(call, {2}); }
 
-// Of forward; lse and statistics where they are wanted.
+// What forward returns; lse and statistics are undefined where they are not wanted.
 struct Results {
   Tensor output, lse, statistics;
 };
 
-// What rows that see no key hold. Such as may lie outside of all sequences on a GPU, where offsets are not checked.
+// Whether kernels may leave rows unwritten: where there are no pairs of query and key, and on a GPU, whose offsets are
+// not checked, where rows lie outside of all sequences.
 bool may_skip_rows(const Call& call) { return !call.has_pairs() || (call.is_packed() && !call.query.is_cpu()); }
 
+// Sets all rows to what those that see no key hold.
 void set_unseen(Results& results) {
   torch::stable::zero_(results.output);
   for (Tensor* tensor : {&results.lse, &results.statistics}) {
@@ -268,7 +271,7 @@ void run_backward(const Call& call, const AttentionGradients& gradients) {
   launch(kOp, call.query, attention_backward_kernel, call.params, gradients);
 }
 
-// grad_output as the kernels take it.
+// The gradient of the output, or a copy that the kernels take.
 Tensor taken_gradient(const Call& call, const Tensor& grad_output) {
 #ifdef MYVISION_GPU
   const GpuScope gpu(call.query);
@@ -299,14 +302,14 @@ std::tuple<Tensor, Tensor> attention_with_lse(ATTENTION_TENSORS, ATTENTION_OPTIO
   return {results.output, results.lse};
 }
 
-// With what backward needs.
+// Returns what backward needs as well.
 std::tuple<Tensor, Tensor, Tensor> attention_forward(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
   const Results results = forward(checked_call(ATTENTION_ARGUMENTS), true, true);
   return {results.output, results.lse, results.statistics};
 }
 
 // ------------------------------------------------------------------------------------------------ backward
-// What forward returned, or the gradient of it.
+// Checks a result of forward that backward is given, or a gradient of one.
 void check_result(const char* name, const Tensor& tensor, IntArray sizes, ScalarType type, const Tensor& query) {
   MYVISION_CHECK(kOp, std::ranges::equal(tensor.sizes(), sizes) && tensor.scalar_type() == type, name, " must be ",
                  name_of(type), " of shape ", shape_name(sizes), ", but is ", name_of(tensor.scalar_type()),
@@ -314,7 +317,7 @@ void check_result(const char* name, const Tensor& tensor, IntArray sizes, Scalar
   check_same_device(kOp, {name, tensor}, {"query", query});
 }
 
-// The last operand of backward: of query, key, value and mask, whether its gradient is wanted.
+// `output_mask` says of query, key, value and mask whether the gradient is wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_output, const OptionalTensor& grad_lse,
                                                               ATTENTION_TENSORS, const Tensor& output,
                                                               const Tensor& statistics, ATTENTION_OPTIONS,

@@ -1,14 +1,13 @@
-// attention's forward pass on the CPU for few queries, as in decoding: bound by memory, so keys and values are read
-// once, where they lie, by all heads that share them. Compiled once per instruction set.
+// attention's forward pass on the CPU for few queries, as in decoding. Memory limits it, so keys and values are read
+// once, where they lie, for all heads that share them. Compiled once per instruction set.
 #pragma once
 #include "ops/attention/cpu/attention_scores.h"
 #include "ops/attention/cpu/attention_softmax.h"
 
 namespace myvision::CPU_CAPABILITY::attention {
 
-inline constexpr int64_t kFewRows = 16;  // queries of all heads that read a key together
+inline constexpr int64_t kFewRows = 16;  // how many queries, of all heads that share a key, read it together
 
-// to += factor * from
 template <typename T>
 [[gnu::flatten]] inline void add_row(T factor, const T* from, int64_t n, T* to) {
   for_each_vector<T, 4>(n, [&](int, int64_t i, int64_t count) {
@@ -31,7 +30,8 @@ class FewQueries {
   }
 
  private:
-  // Memory of a worker: its queries and, of each, scores of a line of keys and a sum of values; and a key or value.
+  // The memory of a worker: for each query the query itself, a line of scores and the sum of values; and a row of key
+  // or value that had to be converted.
   struct Scratch {
     T *queries, *scores, *sums, *row;
     Scores<T> modify;
@@ -45,7 +45,7 @@ class FewQueries {
     return carve_scratch(memory);
   }
 
-  // Queries of `heads` heads of sequence b, which share a key head, and a cut of the keys.
+  // Computes the queries of `heads` heads of sequence b, which share a key head, for a cut of the keys.
   void run(int64_t b, int64_t first_head, int64_t heads, int64_t cut, const Scratch& own) const {
     const Head head(p, b, first_head);
     const int64_t n = head.sequence.queries, rows = heads * n;
@@ -85,7 +85,7 @@ class FewQueries {
     }
   }
 
-  // Of what is seen.
+  // Multiplies the weights by dropout's factors, but for those of hidden keys, which are -1.
   static void drop(const T* factors, int64_t n, T* weights) {
     for (int64_t j = 0; j < n; ++j) weights[j] *= weights[j] < 0 ? T(1) : factors[j];
   }
