@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from myvision._checks import FLOATING, check, name_of
 from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.autograd import register_autograd
 from myvision._dispatch.vjp import gradients_of
 
-_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _MAX_DIMS = 64
 
@@ -40,7 +40,7 @@ class Elementwise:
         self.positions = [i for i, argument in enumerate(op._schema.arguments) if argument.type.kind() == "TensorType"]
         self.names = [arguments[i] for i in self.positions]
         self.leader = self.names.index(leader) if leader else 0
-        self.dtypes = _FLOATING + (_INTEGER if integers else ())
+        self.dtypes = FLOATING + (_INTEGER if integers else ())
         self.wanted = "floating-point or integer dtypes" if integers else "floating-point dtypes"
         torch.library.register_fake(op, self._fake)
         torch.library.register_vmap(op, self._vmap)
@@ -68,8 +68,9 @@ class Elementwise:
     def _fake(self, *args: Any) -> Tensor:
         tensors = [args[i] for i in self.positions]
         for name, tensor in zip(self.names, tensors, strict=True):
-            self._check(tensor is not None, functools.partial("{} must be a tensor, but is None".format, name))
-        self._check(
+            check(self.name, tensor is not None, functools.partial("{} must be a tensor, but is None".format, name))
+        check(
+            self.name,
             all(tensor.device == tensors[0].device for tensor in tensors),
             lambda: f"tensors must be on one device, but got {self._list('on', [t.device for t in tensors])}",
         )
@@ -77,27 +78,27 @@ class Elementwise:
         dtype = (
             result_type(tensors) if all(dtype in (*self.dtypes, *_INTEGER, torch.bool) for dtype in dtypes) else None
         )
-        self._check(
+        check(
+            self.name,
             dtype in self.dtypes,
             lambda: (
-                f"tensors must have {self.wanted}, but got {self._list('of', [_name_of(dtype) for dtype in dtypes])}"
+                f"tensors must have {self.wanted}, but got {self._list('of', [name_of(dtype) for dtype in dtypes])}"
             ),
         )
-        self._check(
+        check(
+            self.name,
             all(tensor.dim() <= _MAX_DIMS for tensor in tensors),
             lambda: (
                 f"tensors must have at most {_MAX_DIMS} dimensions, "
                 f"but got {self._list('with', [tensor.dim() for tensor in tensors])}"
             ),
         )
-        self._check(
+        check(
+            self.name,
             _broadcastable(tensors),
             lambda: f"shapes must broadcast together, but got {self._list('of', [tuple(t.shape) for t in tensors])}",
         )
         return empty_broadcast([tensor.to(dtype) for tensor in tensors], self.leader)
-
-    def _check(self, holds: bool, message: Callable[[], str]) -> None:
-        torch._check(holds, lambda: f"{self.name}: {message()}")
 
     def _list(self, verb: str, values: Sequence[Any]) -> str:
         """x of float32, y of float16 and z of int64"""
@@ -125,10 +126,6 @@ def result_type(tensors: Sequence[Tensor]) -> torch.dtype:
         if dtypes
     ]
     return torch.result_type(representatives[0], representatives[-1])
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _like(tensor: Tensor, dims: int) -> Tensor:

@@ -13,7 +13,7 @@ template <Numbers kNumbers, std::size_t kCount>
 ScalarType checked_type(const char* op, const Argument (&arguments)[kCount]) {
   constexpr bool kIntegers = kNumbers == Numbers::FloatingAndInteger;
   const std::optional<ScalarType> type = result_type(arguments);
-  MYVISION_CHECK(type && (kIntegers || is_floating(*type)), op, ": tensors must have ",
+  MYVISION_CHECK(op, type && (kIntegers || is_floating(*type)), "tensors must have ",
                  kIntegers ? "floating-point or integer dtypes" : "floating-point dtypes", ", but got ",
                  list_dtypes(arguments));
   return *type;
@@ -23,11 +23,11 @@ template <int kInputs, std::size_t... I>
 OutputShape checked_shape(const char* op, const Argument (&arguments)[kInputs],
                           const Tensor* const (&operands)[kInputs], int leader, Broadcast<kInputs>& broadcast_to,
                           std::index_sequence<I...>) {
-  MYVISION_CHECK(((arguments[I].tensor.dim() <= kMaxDims) && ...), op, ": tensors must have at most ", kMaxDims,
+  MYVISION_CHECK(op, ((arguments[I].tensor.dim() <= kMaxDims) && ...), "tensors must have at most ", kMaxDims,
                  " dimensions, but got ", list(arguments, " with ", [](const Tensor& tensor) { return tensor.dim(); }));
   const Shape shapes[] = {{operands[I]->dim(), operands[I]->sizes().data(), operands[I]->strides().data()}...};
   OutputShape output;
-  MYVISION_CHECK(broadcast(shapes, leader, output, broadcast_to), op, ": shapes must broadcast together, but got ",
+  MYVISION_CHECK(op, broadcast(shapes, leader, output, broadcast_to), "shapes must broadcast together, but got ",
                  list_shapes(arguments));
   return output;
 }
@@ -38,7 +38,7 @@ template <typename Params, typename Kernel>
 Tensor elementwise(const char* op, const Kernel& kernel, Params& params, const Argument (&arguments)[Params::kOperands],
                    int leader = 0) {
   constexpr int kInputs = Params::kOperands;
-  check_defined(op, arguments);
+  for (const Argument& argument : arguments) check_defined(op, argument);
   check_one_device(op, arguments);
   const ScalarType type = checked_type<Params::kNumbers>(op, arguments);
   std::array<std::optional<Tensor>, kInputs> casts;

@@ -6,37 +6,27 @@
 
 #include "common/activation.h"
 #include "common/broadcast.h"
-#include "common/stable.h"
+#include "common/checks.h"
 #include "common/strided.h"
 
 namespace myvision {
 
-// A macro, as the parts of a message are only made where the check fails.
-#define NORM_CHECK(holds, op, ...) MYVISION_CHECK(holds, op, ": ", __VA_ARGS__)
-
 // ------------------------------------------------------------------------------------------------ checks
 // The checks stand in the order in which myvision/ops/_norm.py makes them for the fakes.
-inline Dtype check_floating(const char* op, const char* name, const Tensor& tensor) {
-  NORM_CHECK(tensor.defined(), op, name, " must be a tensor, but is None");
-  const std::optional<Dtype> dtype = to_dtype(tensor.scalar_type());
-  NORM_CHECK(dtype && is_floating(*dtype), op, name, " must have dtype float64, float32, float16 or bfloat16, but has ",
-             name_of(tensor.scalar_type()));
-  return *dtype;
-}
-
-inline void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
-  NORM_CHECK(same_device(tensor, input), op, name, " must be on the device of input, ", device_name(input),
-             ", but is on ", device_name(tensor));
+inline Dtype checked_input(const char* op, const Tensor& input) {
+  check_defined(op, {"input", input});
+  return check_floating(op, {"input", input});
 }
 
 // A weight or a bias, of any floating-point type: it is cast to the type computed in.
 inline void check_parameter(const char* op, const char* name, const std::optional<Tensor>& tensor, IntArray shape,
                             const Tensor& input) {
   if (!tensor) return;
-  NORM_CHECK(std::ranges::equal(tensor->sizes(), shape), op, name, " must have shape ", shape_name(shape),
-             ", but has shape ", shape_name(tensor->sizes()));
-  check_floating(op, name, *tensor);
-  check_device(op, name, *tensor, input);
+  const Argument argument{name, *tensor};
+  check_shape(op, argument, shape);
+  check_defined(op, argument);
+  check_floating(op, argument);
+  check_same_device(op, argument, {"input", input});
 }
 
 // A parameter of one number a channel of input is checked likewise. Where the numbers of channels differ it is the
@@ -44,8 +34,8 @@ inline void check_parameter(const char* op, const char* name, const std::optiona
 inline void check_channel_parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                     const Tensor& input) {
   if (!tensor) return;
-  NORM_CHECK(tensor->dim() != 1 || tensor->size(0) == input.size(1), op, "input must have ", tensor->size(0),
-             " channels, as ", name, " has, but has shape ", shape_name(input.sizes()));
+  MYVISION_CHECK(op, tensor->dim() != 1 || tensor->size(0) == input.size(1), "input must have ", tensor->size(0),
+                 " channels, as ", name, " has, but has shape ", shape_name(input.sizes()));
   check_parameter(op, name, tensor, {input.size(1)}, input);
 }
 
@@ -53,12 +43,10 @@ inline void check_channel_parameter(const char* op, const char* name, const std:
 inline void check_like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
                              const Tensor& input) {
   if (!tensor) return;
-  NORM_CHECK(tensor->defined(), op, name, " must be a tensor, but is None");
-  NORM_CHECK(std::ranges::equal(tensor->sizes(), input.sizes()), op, name, " must have the shape of input, ",
-             shape_name(input.sizes()), ", but has shape ", shape_name(tensor->sizes()));
-  NORM_CHECK(tensor->scalar_type() == input.scalar_type(), op, name, " must have the dtype of input, ",
-             name_of(input.scalar_type()), ", but has ", name_of(tensor->scalar_type()));
-  check_device(op, name, *tensor, input);
+  const Argument argument{name, *tensor}, like{"input", input};
+  check_defined(op, argument);
+  check_same_shape(op, argument, like);
+  check_like(op, argument, like);
 }
 
 inline Activation check_activation(const char* op, const std::optional<std::string>& name, double negative_slope) {
@@ -68,16 +56,11 @@ inline Activation check_activation(const char* op, const std::optional<std::stri
     if (*name == kActivationNames[kind]) return {static_cast<ActivationKind>(kind), negative_slope};
     known += std::string(", '") + kActivationNames[kind] + "'";
   }
-  NORM_CHECK(false, op, "activation must be one of ", known, ", but is '", *name, "'");
+  MYVISION_CHECK(op, false, "activation must be one of ", known, ", but is '", *name, "'");
   return {};
 }
 
 // ------------------------------------------------------------------------------------------------ parameters
-// The type that is computed in, and that statistics and the kernels' arrays have.
-inline ScalarType real_type(const Tensor& input) {
-  return input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 // Returns a parameter as the kernels take it: contiguous, in the type computed in.
 inline std::optional<Tensor> as_reals(const std::optional<Tensor>& tensor, const Tensor& input) {
   if (!tensor) return std::nullopt;
@@ -92,11 +75,12 @@ inline Tensor new_reals(const Tensor& input, IntArray sizes) {
 
 // Backward is given the statistics that forward returned.
 inline void check_statistics(const char* op, const Tensor& statistics, IntArray shape, const Tensor& input) {
-  NORM_CHECK(std::ranges::equal(statistics.sizes(), shape) && statistics.scalar_type() == real_type(input) &&
-                 statistics.is_contiguous(),
-             op, "statistics must be contiguous ", name_of(real_type(input)), " of shape ", shape_name(shape),
-             ", but are ", name_of(statistics.scalar_type()), " of shape ", shape_name(statistics.sizes()));
-  check_device(op, "statistics", statistics, input);
+  MYVISION_CHECK(op,
+                 std::ranges::equal(statistics.sizes(), shape) && statistics.scalar_type() == real_type(input) &&
+                     statistics.is_contiguous(),
+                 "statistics must be contiguous ", name_of(real_type(input)), " of shape ", shape_name(shape),
+                 ", but are ", name_of(statistics.scalar_type()), " of shape ", shape_name(statistics.sizes()));
+  check_same_device(op, {"statistics", statistics}, {"input", input});
 }
 
 // ------------------------------------------------------------------------------------------------ layout

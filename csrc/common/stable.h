@@ -41,12 +41,12 @@
 #endif
 #define MYVISION_IMPLEMENTATIONS(m) STABLE_TORCH_LIBRARY_IMPL(MYVISION_OP_NAMESPACE, MYVISION_DISPATCH_KEY, m)
 
-// Raises a RuntimeError in Python; the message is put together only when the condition fails.
-#define MYVISION_CHECK(condition, ...)                              \
-  do {                                                              \
-    if (!(condition)) [[unlikely]] {                                \
-      throw std::runtime_error(myvision::concatenate(__VA_ARGS__)); \
-    }                                                               \
+// Raises a RuntimeError in Python, "op: message"; the message is put together only when the condition fails.
+#define MYVISION_CHECK(op, condition, ...)                                    \
+  do {                                                                        \
+    if (!(condition)) [[unlikely]] {                                          \
+      throw std::runtime_error(myvision::concatenate(op, ": ", __VA_ARGS__)); \
+    }                                                                         \
   } while (false)
 
 namespace myvision {
@@ -112,6 +112,11 @@ inline std::string device_name(const Tensor& tensor) {
 }
 
 inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
+
+// The type that is computed in where tensors are of this floating-point one: float32 for half types.
+inline ScalarType real_type(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
 // The kernels' name of an element type; nothing where they have no such type.
 inline std::optional<Dtype> to_dtype(ScalarType type) {
@@ -193,7 +198,7 @@ class GpuScope {
 
 // Raises what a GPU launcher reports: null where all went well.
 inline void check_launch(const char* op, const char* error) {
-  MYVISION_CHECK(error == nullptr, op, ": the GPU kernel did not start: ", error);
+  MYVISION_CHECK(op, error == nullptr, "the GPU kernel did not start: ", error);
 }
 
 // Runs the kernel that an operator's header declares by MYVISION_KERNEL, on the GPU of the tensor `on`.

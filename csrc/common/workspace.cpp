@@ -11,7 +11,8 @@ namespace myvision {
 
 namespace {
 
-constexpr std::align_val_t kCacheLine{64};
+constexpr int64_t kLineBytes = 64;
+constexpr std::align_val_t kCacheLine{kLineBytes};
 constexpr int64_t kSmall = int64_t(64) << 10, kKept = int64_t(32) << 20;
 
 struct Free {
@@ -27,6 +28,12 @@ struct Block {
 thread_local std::array<Block, 2> kept;
 
 }  // namespace
+
+void* Carver::take_bytes(int64_t bytes) {
+  void* const piece = memory_ ? memory_ + taken_ : nullptr;
+  taken_ += (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+  return piece;
+}
 
 Workspace::Workspace(int64_t bytes) : bytes_(bytes) {
   Block* best = nullptr;

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from myvision._checks import check, check_floating, check_output_mask
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
@@ -18,12 +19,9 @@ from myvision._formulas.batch_norm import batch_norm
 from myvision._formulas.group_norm import group_norm
 from myvision._layout import dense_like
 from myvision.ops._norm import (
-    check,
     check_activation,
     check_channel_parameter,
-    check_floating,
     check_like_input,
-    check_mask,
     check_statistics,
     parameter_gradient,
     real_dtype,
@@ -139,7 +137,7 @@ def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
     input, wanted = call.input, call.output_mask
     _check_call(op, call, call.groups or None)
     check_statistics(op, call.statistics, _new_statistics(input, call.groups).shape, input)
-    check_mask(op, wanted, 4)
+    check_output_mask(op, wanted, 4)
     check_like_input(op, "grad_output", call.grad_output, input)
     channels = (input.shape[1],)
     return (
@@ -259,7 +257,7 @@ def _fake_finish(call: Any) -> tuple[Tensor | None, ...]:
             f"sums must be contiguous, of shape (2, {call.input.shape[1]}), and of the dtype and device of statistics"
         ),
     )
-    check_mask("batch_norm", call.output_mask, 2)
+    check_output_mask("batch_norm", call.output_mask, 2)
     return tuple(dense_like(call.input) if wanted else None for wanted in call.output_mask)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from myvision.ops._norm import check, check_device, name_of
+from myvision._checks import check, check_same_device, name_of
 
 
 def new_seed(input: Tensor, dropout_p: float) -> Tensor | None:
@@ -30,4 +30,4 @@ def check_dropout(op: str, dropout_p: float, seed: Tensor | None, input: Tensor,
         seed.dtype == torch.int64 and seed.dim() == 0,
         lambda: f"seed must be one int64 without dimensions, but is {name_of(seed.dtype)} of shape {tuple(seed.shape)}",
     )
-    check_device(op, "seed", seed, input, input_name)
+    check_same_device(op, "seed", seed, input, input_name)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from myvision._checks import check, check_floating, check_output_mask
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
@@ -20,11 +21,8 @@ from myvision._formulas.rms_norm import rms_norm
 from myvision._layout import dense_like
 from myvision.ops._dropout import check_dropout
 from myvision.ops._norm import (
-    check,
     check_activation,
-    check_floating,
     check_like_input,
-    check_mask,
     check_parameter,
     check_statistics,
     parameter_gradient,
@@ -123,7 +121,7 @@ def fake_add_norm(op: str) -> Callable[[Any], tuple[Tensor, ...]]:
 def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
     op, input, shape, wanted = "layer_norm", call.input, call.normalized_shape, call.output_mask
     _check_call(op, call, input)
-    check_mask(op, wanted, 4)
+    check_output_mask(op, wanted, 4)
     statistics = _new_statistics(input, shape, call.channels_first, call.statistics.shape[0] == 3)
     check_statistics(op, call.statistics, statistics.shape, input)
     check_like_input(op, "grad_output", call.grad_output, input)
@@ -139,7 +137,7 @@ def _fake_add_backward(call: Any) -> tuple[Tensor | None, ...]:
     op, sum, shape, wanted = "add_layer_norm", call.sum, call.normalized_shape, call.output_mask
     _check_call(op, call, sum)
     check_dropout(op, call.dropout_p, call.seed, sum)
-    check_mask(op, wanted, 4)
+    check_output_mask(op, wanted, 4)
     check_statistics(op, call.statistics, _new_statistics(sum, shape, False, call.statistics.shape[0] == 3).shape, sum)
     check_like_input(op, "grad_output", call.grad_output, sum)
     check_like_input(op, "grad_sum", call.grad_sum, sum)

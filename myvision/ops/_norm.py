@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from myvision._checks import (
+    check,
+    check_floating,
+    check_like,
+    check_same_device,
+    check_same_shape,
+    check_shape,
+    name_of,
+)
 from myvision._dispatch.autocast import register_autocast
 from myvision._dispatch.tracing import is_tracing
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ACTIVATIONS = ("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish")
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def real_dtype(input: Tensor) -> torch.dtype:
@@ -29,42 +33,13 @@ def default_rms_eps(input: Tensor) -> float:
     return torch.finfo(real_dtype(input)).eps
 
 
-def check(op: str, holds: Any, message: Callable[[], str]) -> None:
-    torch._check(holds, lambda: f"{op}: {message()}")
-
-
-def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int], wanted: str) -> None:
-    def message() -> str:
-        return f"{name} must have {wanted}, but has shape {tuple(tensor.shape)}"
-
-    check(op, tensor.dim() == len(shape), message)
-    for size, wanted_size in zip(tensor.shape, shape, strict=True):
-        check(op, size == wanted_size, message)
-
-
-def check_device(op: str, name: str, tensor: Tensor, input: Tensor, input_name: str = "input") -> None:
-    check(
-        op,
-        tensor.device == input.device,
-        lambda: f"{name} must be on the device of {input_name}, {input.device}, but is on {tensor.device}",
-    )
-
-
-def check_floating(op: str, name: str, tensor: Tensor) -> None:
-    check(
-        op,
-        tensor.dtype in DTYPES,
-        lambda: f"{name} must have dtype float64, float32, float16 or bfloat16, but has {name_of(tensor.dtype)}",
-    )
-
-
 def check_parameter(op: str, name: str, tensor: Tensor | None, shape: Sequence[int], input: Tensor) -> None:
     """A weight or a bias, of any floating-point type: it is cast to the type computed in."""
     if tensor is None:
         return
-    check_shape(op, name, tensor, shape, f"shape {tuple(shape)}")
+    check_shape(op, name, tensor, shape)
     check_floating(op, name, tensor)
-    check_device(op, name, tensor, input)
+    check_same_device(op, name, tensor, input)
 
 
 def check_channel_parameter(op: str, name: str, tensor: Tensor | None, input: Tensor) -> None:
@@ -88,13 +63,8 @@ def check_like_input(op: str, name: str, tensor: Tensor | None, input: Tensor) -
     """A residual or a gradient of the output must be like input."""
     if tensor is None:
         return
-    check_shape(op, name, tensor, input.shape, f"the shape of input, {tuple(input.shape)}")
-    check(
-        op,
-        tensor.dtype == input.dtype,
-        lambda: f"{name} must have the dtype of input, {name_of(input.dtype)}, but has {name_of(tensor.dtype)}",
-    )
-    check_device(op, name, tensor, input)
+    check_same_shape(op, name, tensor, input)
+    check_like(op, name, tensor, input)
 
 
 def check_activation(op: str, activation: str | None) -> None:
@@ -118,21 +88,13 @@ def check_statistics(op: str, statistics: Tensor, shape: Sequence[int], input: T
             f"but are {name_of(statistics.dtype)} of shape {tuple(statistics.shape)}"
         ),
     )
-    check_device(op, "statistics", statistics, input)
+    check_same_device(op, "statistics", statistics, input)
 
 
 def check_more_than_one(what: str, input: Tensor, sizes: Sequence[int]) -> None:
     """torch's own error where a mean would be taken of one value. A trace does not record it."""
     if input.dim() >= 2 and not is_tracing() and math.prod(sizes) == 1:
         raise ValueError(f"Expected more than 1 {what} when training, got input size {input.shape}")
-
-
-def check_mask(op: str, output_mask: Sequence[bool], length: int) -> None:
-    check(
-        op,
-        len(output_mask) == length,
-        lambda: f"output_mask must have {length} elements, but has {len(output_mask)}",
-    )
 
 
 def parameter_gradient(wanted: bool, parameter: Tensor | None, shape: Sequence[int], input: Tensor) -> Tensor | None:

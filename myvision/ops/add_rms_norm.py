@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from myvision._checks import FLOATING as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.add_rms_norm import add_rms_norm as formula
 from myvision.ops._dropout import check_probability, new_seed
 from myvision.ops._layer_norm import as_shape, register_add
-from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import default_rms_eps
 
 _ops = torch.ops.myvision

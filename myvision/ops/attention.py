@@ -9,7 +9,18 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from myvision._checks import check_number, check_tensor, is_integer
+from myvision._checks import FLOATING as _DTYPES  # noqa: F401  for `python -m myvision ops`
+from myvision._checks import (
+    check,
+    check_floating,
+    check_like,
+    check_number,
+    check_output_mask,
+    check_same_device,
+    check_tensors,
+    is_integer,
+    name_of,
+)
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
@@ -19,10 +30,8 @@ from myvision._dispatch.tracing import constant
 from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
 from myvision._formulas.attention import attention as formula
-from myvision.ops import _norm
 from myvision.ops._dropout import check_dropout, check_probability, new_seed
-from myvision.ops._norm import DTYPES as _DTYPES
-from myvision.ops._norm import name_of, real_dtype
+from myvision.ops._norm import real_dtype
 
 _attention = torch.ops.myvision.attention.default
 _with_lse = torch.ops.myvision.attention.with_lse
@@ -31,6 +40,7 @@ _backward = torch.ops.myvision._attention_backward.default
 
 Alignment = Literal["top_left", "bottom_right"]
 Window = int | tuple[int | None, int | None] | None
+_OP = "attention"
 _LARGEST_CAP = torch.finfo(torch.float32).max
 
 
@@ -132,7 +142,7 @@ def scaled_dot_product_attention(
     """
     tensors = {"query": query, "key": key, "value": value}
     _check_types(tensors, dropout_p, scale, softcap, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
-    check_probability("attention", dropout_p)
+    check_probability(_OP, dropout_p)
     _check_dimensions(query, key, value)
     _check_heads(query, key, enable_gqa)
     batch = None
@@ -221,7 +231,7 @@ def varlen_attention(
     """
     tensors = {"query": query, "key": key, "value": value, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     _check_types(tensors, dropout_p, scale, softcap, alibi_slopes=alibi_slopes)
-    check_probability("attention", dropout_p)
+    check_probability(_OP, dropout_p)
     if query.dim() == key.dim() == 3:
         _check_heads(query.transpose(0, 1), key.transpose(0, 1), enable_gqa)
     inputs = query, key, value, None, alibi_slopes, cu_seqlens_q, cu_seqlens_k, new_seed(query, dropout_p)
@@ -244,9 +254,7 @@ def _cap(softcap: float | None) -> float:
 def _check_types(
     tensors: dict[str, Tensor], dropout_p: float, scale: float | None, softcap: float | None, **optional: Tensor | None
 ) -> None:
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    for name, tensor in (tensors | given).items():
-        check_tensor(f"attention: {name}", tensor)
+    check_tensors(_OP, tensors, **optional)
     check_number("attention: dropout_p", dropout_p)
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None:
@@ -326,50 +334,39 @@ def _with_heads(tensor: Tensor, heads: int) -> Tensor:
 # ---- what the operators return, and what they reject: the same as csrc/ops/attention/attention.cpp -------------------
 
 
-def _check(holds: Any, message: Any) -> None:
-    _norm.check("attention", holds, message)
-
-
-def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
-    _norm.check_device("attention", name, tensor, query, "query")
-
-
-def _check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
-    _check(
-        tensor.dtype == query.dtype,
-        lambda: f"{name} must have the dtype of query, {name_of(query.dtype)}, but has {name_of(tensor.dtype)}",
-    )
-    _check_device(name, tensor, query)
-
-
 def _check_starts(name: str, starts: Tensor | None, query: Tensor) -> None:
-    _check(starts is not None, lambda: f"cu_seqlens_q and cu_seqlens_k must both be given, but {name} is None")
+    check(_OP, starts is not None, lambda: f"cu_seqlens_q and cu_seqlens_k must both be given, but {name} is None")
     assert starts is not None
-    _check(
+    check(
+        _OP,
         starts.dtype in (torch.int32, torch.int64),
         lambda: f"{name} must have dtype int32 or int64, but has {name_of(starts.dtype)}",
     )
-    _check(
+    check(
+        _OP,
         starts.dim() == 1 and starts.shape[0] >= 1,
         lambda: (
             f"{name} must have one dimension, of one more than there are sequences, but has shape {tuple(starts.shape)}"
         ),
     )
-    _check_device(name, starts, query)
+    check_same_device(_OP, name, starts, query, "query")
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, packed: bool) -> None:
     wanted = "3 dimensions, [rows, heads, width]" if packed else "4 dimensions, [batch, heads, length, width]"
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check(
-            tensor.dim() == (3 if packed else 4),
-            lambda name=name, tensor=tensor: f"{name} must have {wanted}, but has shape {tuple(tensor.shape)}",
-        )
     length, heads = (0, 1) if packed else (2, 1)
+
+    def check_rank(name: str, tensor: Tensor) -> None:
+        check(
+            _OP,
+            tensor.dim() == (3 if packed else 4),
+            lambda: f"{name} must have {wanted}, but has shape {tuple(tensor.shape)}",
+        )
 
     def check_same(names: str, what: str, first: Tensor, second: Tensor, dim: int) -> None:
         one, other = names.split()
-        _check(
+        check(
+            _OP,
             first.shape[dim] == second.shape[dim],
             lambda: (
                 f"{one} and {other} must have the same {what}, but {one} has shape {tuple(first.shape)}, "
@@ -377,6 +374,9 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, packed: bool) -> No
             ),
         )
 
+    check_rank("query", query)
+    check_rank("key", key)
+    check_rank("value", value)
     if not packed:
         check_same("query key", "batch size", query, key, 0)
         check_same("key value", "batch size", key, value, 0)
@@ -384,7 +384,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, packed: bool) -> No
     check_same("key value", "length", key, value, length)
     check_same("key value", "number of heads", key, value, heads)
     count, key_count = query.shape[heads], key.shape[heads]
-    _check(
+    check(
+        _OP,
         count == 0 if key_count == 0 else count % key_count == 0,
         lambda: (
             f"the heads of query must be a multiple of those of key, but query has shape {tuple(query.shape)}, "
@@ -396,20 +397,22 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, packed: bool) -> No
 def _check_mask(mask: Tensor | None, query: Tensor, key: Tensor, packed: bool) -> None:
     if mask is None:
         return
-    _check(not packed, lambda: "attn_mask and cu_seqlens_q exclude each other")
-    _check(
+    check(_OP, not packed, lambda: "attn_mask and cu_seqlens_q exclude each other")
+    check(
+        _OP,
         mask.dtype in (torch.bool, query.dtype, torch.float32),
         lambda: (
             f"attn_mask must have dtype bool, float32 or that of query, {name_of(query.dtype)}, "
             f"but has {name_of(mask.dtype)}"
         ),
     )
-    _check_device("attn_mask", mask, query)
+    check_same_device(_OP, "attn_mask", mask, query, "query")
     wanted = (*query.shape[:3], key.shape[2])
     fits = mask.dim() <= 4
     for size, wanted_size in zip(reversed(mask.shape), reversed(wanted), strict=False):
         fits = fits and (size == 1 or size == wanted_size)
-    _check(
+    check(
+        _OP,
         fits,
         lambda: (
             f"attn_mask must have at most 4 dimensions that broadcast to {wanted}, but has shape {tuple(mask.shape)}"
@@ -420,14 +423,16 @@ def _check_mask(mask: Tensor | None, query: Tensor, key: Tensor, packed: bool) -
 def _check_slopes(slopes: Tensor | None, query: Tensor, batch: int) -> None:
     if slopes is None:
         return
-    _check(
+    check(
+        _OP,
         slopes.dtype == torch.float32,
         lambda: f"alibi_slopes must have dtype float32, but has {name_of(slopes.dtype)}",
     )
-    _check_device("alibi_slopes", slopes, query)
+    check_same_device(_OP, "alibi_slopes", slopes, query, "query")
     heads = query.shape[1]
     fits = (slopes.dim() == 1 or (slopes.dim() == 2 and slopes.shape[0] == batch)) and slopes.shape[-1] == heads
-    _check(
+    check(
+        _OP,
         fits,
         lambda: (
             f"alibi_slopes must have one number for each of the {heads} heads, or [batch, heads], "
@@ -437,7 +442,8 @@ def _check_slopes(slopes: Tensor | None, query: Tensor, batch: int) -> None:
 
 
 def _check_window(name: str, window: int | None) -> None:
-    _check(
+    check(
+        _OP,
         window is None or window >= 0,
         lambda: f"{name} must be at least 0, or None for no limit, but is {window}",
     )
@@ -449,18 +455,16 @@ def _is_packed(call: Any) -> bool:
 
 def _check_call(call: Any) -> None:
     query, key, packed = call.query, call.key, _is_packed(call)
-    _check(
-        query.dtype in _DTYPES,
-        lambda: f"query must have dtype float64, float32, float16 or bfloat16, but has {name_of(query.dtype)}",
-    )
-    _check_like_query("key", key, query)
-    _check_like_query("value", call.value, query)
+    check_floating(_OP, "query", query)
+    check_like(_OP, "key", key, query, "query")
+    check_like(_OP, "value", call.value, query, "query")
     batch = query.shape[0]
     if packed:
         _check_starts("cu_seqlens_q", call.cu_seqlens_q, query)
         _check_starts("cu_seqlens_k", call.cu_seqlens_k, query)
         lengths = call.cu_seqlens_q.shape[0], call.cu_seqlens_k.shape[0]
-        _check(
+        check(
+            _OP,
             lengths[0] == lengths[1],
             lambda: "cu_seqlens_q and cu_seqlens_k must have the same length, but have {} and {}".format(*lengths),
         )
@@ -468,15 +472,16 @@ def _check_call(call: Any) -> None:
     _check_shapes(query, key, call.value, packed)
     _check_mask(call.attn_mask, query, key, packed)
     _check_slopes(call.alibi_slopes, query, batch)
-    check_probability("attention", call.dropout_p)
-    _check(
+    check_probability(_OP, call.dropout_p)
+    check(
+        _OP,
         call.causal_alignment in ("top_left", "bottom_right"),
         lambda: f"causal_alignment must be 'top_left' or 'bottom_right', but is '{call.causal_alignment}'",
     )
-    _check(call.softcap >= 0, lambda: f"softcap must be at least 0, but is {call.softcap:g}")
+    check(_OP, call.softcap >= 0, lambda: f"softcap must be at least 0, but is {call.softcap:g}")
     _check_window("window_left", call.window_left)
     _check_window("window_right", call.window_right)
-    check_dropout("attention", call.dropout_p, call.seed, query, "query")
+    check_dropout(_OP, call.dropout_p, call.seed, query, "query")
 
 
 def _new_rows(like: Tensor, width: int) -> Tensor:
@@ -509,21 +514,23 @@ def _check_result(name: str, tensor: Tensor, like: Tensor, query: Tensor) -> Non
     fits = tensor.dtype == like.dtype and tensor.dim() == like.dim()
     for size, wanted in zip(tensor.shape, like.shape, strict=False):
         fits = fits and size == wanted
-    _check(
+    check(
+        _OP,
         fits,
         lambda: (
             f"{name} must be {name_of(like.dtype)} of shape {tuple(like.shape)}, "
             f"but is {name_of(tensor.dtype)} of shape {tuple(tensor.shape)}"
         ),
     )
-    _check_device(name, tensor, query)
+    check_same_device(_OP, name, tensor, query, "query")
 
 
 def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
     like_output, like_lse, like_statistics = _fake(call)
     query, key, value, mask, wanted = call.query, call.key, call.value, call.attn_mask, call.output_mask
-    _norm.check_mask("attention", wanted, 4)
-    _check(
+    check_output_mask(_OP, wanted, 4)
+    check(
+        _OP,
         not wanted[3] or (mask is not None and mask.dtype != torch.bool),
         lambda: "a gradient of attn_mask is wanted, but there is no additive one",
     )

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from myvision._checks import check_tensor, pair
+from myvision._checks import FLOATING as _DTYPES  # noqa: F401  for `python -m myvision ops`
+from myvision._checks import (
+    check,
+    check_floating,
+    check_like,
+    check_output_mask,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+    check_tensors,
+    name_of,
+    pair,
+)
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autocast import cast_to, register_autocast
 from myvision._dispatch.autograd import register_autograd, register_second_derivative
@@ -20,7 +32,7 @@ from myvision._formulas import deform_conv2d as formula
 from myvision._layout import is_channels_last
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_DTYPES = (torch.float64, torch.float32, *_HALF_DTYPES)
+_OP = "deform_conv2d"
 _forward = torch.ops.myvision.deform_conv2d.default
 _backward = torch.ops.myvision._deform_conv2d_backward.default
 _Arguments = arguments_of(_forward)
@@ -89,7 +101,7 @@ def deform_conv2d(
     Papers: `Deformable Convolutional Networks <https://arxiv.org/abs/1703.06211>`_ and `Deformable ConvNets v2: More
     Deformable, Better Results <https://arxiv.org/abs/1811.11168>`_.
     """
-    _check_types({"input": input, "offset": offset, "weight": weight}, bias=bias, mask=mask)
+    check_tensors(_OP, {"input": input, "offset": offset, "weight": weight}, bias=bias, mask=mask)
     strides, dilations = pair(stride), pair(dilation)
     if isinstance(padding, str):
         check_word(padding, strides)
@@ -103,12 +115,6 @@ def deform_conv2d(
     amounts = (0, 0) if isinstance(padding, str) else pair(padding)
     output: Tensor = _forward(input, weight, offset, mask, bias, strides, amounts, dilations, groups, offset_groups)
     return output
-
-
-def _check_types(tensors: dict[str, Tensor], **optional: Tensor | None) -> None:
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    for name, tensor in (tensors | given).items():
-        check_tensor(f"deform_conv2d: {name}", tensor)
 
 
 def _quotient(channels: int, share: int) -> int:
@@ -141,61 +147,46 @@ def pad_by_word(
 # ---- what the operator returns, and what it rejects: the same as csrc/ops/deform_conv2d/deform_conv2d.cpp ------------
 
 
-def _check(holds: Any, message: Callable[[], str]) -> None:
-    torch._check(holds, lambda: f"deform_conv2d: {message()}")
-
-
 def _check_rank(name: str, tensor: Tensor, layout: str) -> None:
     rank = layout.count(",") + 1
-    _check(
+    check(
+        _OP,
         tensor.dim() == rank,
         lambda: f"{name} must have {rank} dimensions ({layout}), but has shape {tuple(tensor.shape)}",
     )
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: Sequence[int], layout: str) -> None:
-    for size, wanted_size in zip(tensor.shape, wanted, strict=True):
-        _check(
-            size == wanted_size,
-            lambda: f"{name} must have shape {tuple(wanted)} ({layout}), but has shape {tuple(tensor.shape)}",
-        )
-
-
 def _check_input(input: Tensor) -> None:
     _check_rank("input", input, "batch, in_channels, height, width")
-    _check(
-        input.dtype in _DTYPES,
-        lambda: f"input must have dtype float64, float32, float16 or bfloat16, but has {_name(input.dtype)}",
-    )
+    check_floating(_OP, "input", input)
 
 
-def _check_other(name: str, tensor: Tensor, layout: str, input: Tensor, others: Sequence[torch.dtype] = ()) -> None:
-    """``others``: what dtypes the tensor may have besides that of input."""
+def _check_other(name: str, tensor: Tensor, layout: str, input: Tensor) -> None:
     _check_rank(name, tensor, layout)
-    _check(
-        tensor.dtype in (input.dtype, *others),
+    check_like(_OP, name, tensor, input)
+
+
+def _check_offset_dtype(offset: Tensor, input: Tensor) -> None:
+    """Offsets are places: float32 ones may stand beside half types, which would round them."""
+    if input.dtype not in _HALF_DTYPES:
+        check_same_dtype(_OP, "offset", offset, input)
+        return
+    check(
+        _OP,
+        offset.dtype in (input.dtype, torch.float32),
         lambda: (
-            f"{name} must have the dtype of input, {_name(input.dtype)}, "
-            f"{''.join(f'or {_name(other)}, ' for other in others)}but has {_name(tensor.dtype)}"
+            f"offset must have the dtype of input, {name_of(input.dtype)}, or float32, but has {name_of(offset.dtype)}"
         ),
     )
-    _check(
-        tensor.device == input.device,
-        lambda: f"{name} must be on the device of input, {input.device}, but is on {tensor.device}",
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _check_range(name: str, value: int, least: int, most: int = 2**20) -> None:
-    _check(least <= value, lambda: f"{name} must be between {least} and {most}, but is {value}")
-    _check(value <= most, lambda: f"{name} must be between {least} and {most}, but is {value}")
+    check(_OP, least <= value, lambda: f"{name} must be between {least} and {most}, but is {value}")
+    check(_OP, value <= most, lambda: f"{name} must be between {least} and {most}, but is {value}")
 
 
 def _check_pair(name: str, pair: Sequence[int], least: int) -> None:
-    _check(len(pair) == 2, lambda: f"{name} must have 2 elements (height, width), but has {len(pair)}")
+    check(_OP, len(pair) == 2, lambda: f"{name} must have 2 elements (height, width), but has {len(pair)}")
     for value in pair:
         _check_range(name, value, least)
 
@@ -207,15 +198,18 @@ def _check_sizes(input: Tensor, weight: Tensor, groups: int, offset_groups: int)
     _check_range("width (input.shape[3])", W, 1, 2**31 - 1)
     _check_range("kernel height (weight.shape[2])", kernel_h, 1)
     _check_range("kernel width (weight.shape[3])", kernel_w, 1)
-    _check(
+    check(
+        _OP,
         share * groups == C,
         lambda: f"weight.shape[1] ({share}) times groups ({groups}) must be the number of input channels, {C}",
     )
-    _check(
+    check(
+        _OP,
         K % groups == 0,
         lambda: f"out_channels (weight.shape[0] = {K}) must be a multiple of groups ({groups})",
     )
-    _check(
+    check(
+        _OP,
         C % offset_groups == 0,
         lambda: f"in_channels (input.shape[1] = {C}) must be a multiple of offset_groups ({offset_groups})",
     )
@@ -227,7 +221,8 @@ def _output_size(
     kernel = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
     image = [size + 2 * p for size, p in zip(input.shape[2:], padding, strict=True)]
     for i in (0, 1):
-        _check(
+        check(
+            _OP,
             kernel[i] <= image[i],
             lambda: (
                 f"the dilated kernel, {kernel[0]} x {kernel[1]}, must fit into the padded input, "
@@ -244,7 +239,9 @@ def _output_shape(call: Any) -> list[int]:
     offset_layout, mask_layout = f"batch, 2 * {samples_layout}", f"batch, {samples_layout}"
     _check_input(input)
     _check_other("weight", weight, "out_channels, in_channels / groups, kernel_height, kernel_width", input)
-    _check_other("offset", offset, offset_layout, input, [torch.float32] if input.dtype in _HALF_DTYPES else [])
+    _check_rank("offset", offset, offset_layout)
+    _check_offset_dtype(offset, input)
+    check_same_device(_OP, "offset", offset, input)
     if mask is not None:
         _check_other("mask", mask, mask_layout, input)
     if bias is not None:
@@ -258,18 +255,19 @@ def _output_shape(call: Any) -> list[int]:
     N, (K, _, kernel_h, kernel_w) = input.shape[0], weight.shape
     output_size = _output_size(input, weight, call.stride, call.padding, call.dilation)
     samples = call.offset_groups * kernel_h * kernel_w
-    _check_shape("offset", offset, (N, 2 * samples, *output_size), offset_layout)
+    check_shape(_OP, "offset", offset, (N, 2 * samples, *output_size), offset_layout)
     if mask is not None:
-        _check_shape("mask", mask, (N, samples, *output_size), mask_layout)
+        check_shape(_OP, "mask", mask, (N, samples, *output_size), mask_layout)
     if bias is not None:
-        _check_shape("bias", bias, (K,), "out_channels")
+        check_shape(_OP, "bias", bias, (K,), "out_channels")
     if input.device.type == "cpu":
         _check_plane(*input.shape[2:])
     return [N, K, *output_size]
 
 
 def _check_plane(height: int, width: int) -> None:
-    _check(
+    check(
+        _OP,
         (height + 3) * (width + 2) <= 2**31 - 1,
         lambda: (
             f"input has planes of {height} x {width} pixels; on the CPU they must have less than 2^31, a border "
@@ -290,9 +288,9 @@ def _fake_backward(call: Any) -> tuple[Tensor | None, ...]:
     shape = _output_shape(call)
     layout = "batch, out_channels, out_height, out_width"
     _check_other("grad_output", call.grad_output, layout, call.input)
-    _check_shape("grad_output", call.grad_output, shape, layout)
-    _check(len(wanted) == 5, lambda: f"output_mask must have 5 elements, but has {len(wanted)}")
-    _check(mask is not None or not wanted[3], lambda: "output_mask asks for the gradient of mask, but mask is None")
+    check_shape(_OP, "grad_output", call.grad_output, shape, layout)
+    check_output_mask(_OP, wanted, 5)
+    check(_OP, mask is not None or not wanted[3], lambda: "output_mask asks for the gradient of mask, but mask is None")
     bias = weight.new_empty(weight.shape[0])
     return tuple(
         torch.empty_like(like) if is_wanted and like is not None else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from myvision._checks import FLOATING as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision._checks import check_tensors, is_integer
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.group_norm import group_norm as formula
 from myvision.ops._batch_norm import fake_group_norm, register
-from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import check_more_than_one
 
 _ops = torch.ops.myvision

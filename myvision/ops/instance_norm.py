@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from myvision._checks import FLOATING as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision._checks import check_tensors
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.instance_norm import instance_norm as formula
 from myvision._formulas.instance_norm import instance_norm_update as update_formula
 from myvision.ops._batch_norm import register, running_fakes
-from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision.ops._norm import check_more_than_one
 
 _ops = torch.ops.myvision

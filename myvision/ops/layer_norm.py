@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from myvision._checks import FLOATING as _DTYPES  # noqa: F401  for `python -m myvision ops`
 from myvision._checks import check_tensors
 from myvision._dispatch.nested import is_nested, on_nested_rows
 from myvision._dispatch.overrides import overridable
 from myvision._formulas.layer_norm import layer_norm as formula
 from myvision.ops._layer_norm import as_shape, is_first, register
-from myvision.ops._norm import DTYPES as _DTYPES  # noqa: F401  for `python -m myvision ops`
 
 _ops = torch.ops.myvision
 

@@ -7,14 +7,14 @@
 #include <tuple>
 #include <vector>
 
-#include "common/stable.h"
+#include "common/checks.h"
 
 namespace myvision {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-#define ATTENTION_CHECK(holds, ...) MYVISION_CHECK(holds, "attention: ", __VA_ARGS__)
+constexpr const char* kOp = "attention";
 
 // The tensors and the options of every operator here, as the boxed functions at the end get them.
 struct Call {
@@ -27,26 +27,9 @@ struct Call {
 };
 
 // ------------------------------------------------------------------------------------------------ checks
-// In the order in which myvision/ops/attention.py makes them for the fakes.
-void check_device(const char* name, const Tensor& tensor, const Tensor& query) {
-  ATTENTION_CHECK(same_device(tensor, query), name, " must be on the device of query, ", device_name(query),
-                  ", but is on ", device_name(tensor));
-}
+// myvision/ops/attention.py makes the same checks in the same order for the fakes.
 
-void check_like_query(const char* name, const Tensor& tensor, const Tensor& query) {
-  ATTENTION_CHECK(tensor.scalar_type() == query.scalar_type(), name, " must have the dtype of query, ",
-                  name_of(query.scalar_type()), ", but has ", name_of(tensor.scalar_type()));
-  check_device(name, tensor, query);
-}
-
-Dtype check_dtype(const Tensor& query) {
-  const std::optional<Dtype> dtype = to_dtype(query.scalar_type());
-  ATTENTION_CHECK(dtype && is_floating(*dtype), "query must have dtype float64, float32, float16 or bfloat16, but has ",
-                  name_of(query.scalar_type()));
-  return *dtype;
-}
-
-// Of query, key or value: the size at [batch, heads, length, width].
+// The size of query, key or value in dimension `dim` of [batch, heads, length, width], which packed ones have as well.
 int64_t size_at(const Tensor& tensor, int dim) {
   static constexpr int kPackedDim[] = {-1, 1, 0, 2};
   return tensor.size(tensor.dim() == 4 ? dim : kPackedDim[dim]);
@@ -57,37 +40,37 @@ void check_shapes(const Call& call) {
   const char* wanted =
       call.is_packed() ? "3 dimensions, [rows, heads, width]" : "4 dimensions, [batch, heads, length, width]";
   for (const auto& [name, tensor] : {std::pair("query", &query), {"key", &key}, {"value", &value}}) {
-    ATTENTION_CHECK(tensor->dim() == (call.is_packed() ? 3 : 4), name, " must have ", wanted, ", but has shape ",
-                    shape_name(tensor->sizes()));
+    MYVISION_CHECK(kOp, tensor->dim() == (call.is_packed() ? 3 : 4), name, " must have ", wanted, ", but has shape ",
+                   shape_name(tensor->sizes()));
   }
   const auto shapes = [&] { return concatenate(shape_name(query.sizes()), ", key ", shape_name(key.sizes())); };
   const auto key_shapes = [&] { return concatenate(shape_name(key.sizes()), ", value ", shape_name(value.sizes())); };
   if (!call.is_packed()) {
-    ATTENTION_CHECK(query.size(0) == key.size(0), "query and key must have the same batch size, but query has shape ",
-                    shapes());
-    ATTENTION_CHECK(key.size(0) == value.size(0), "key and value must have the same batch size, but key has shape ",
-                    key_shapes());
+    MYVISION_CHECK(kOp, query.size(0) == key.size(0),
+                   "query and key must have the same batch size, but query has shape ", shapes());
+    MYVISION_CHECK(kOp, key.size(0) == value.size(0), "key and value must have the same batch size, but key has shape ",
+                   key_shapes());
   }
-  ATTENTION_CHECK(size_at(query, 3) == size_at(key, 3), "query and key must have the same width, but query has shape ",
-                  shapes());
-  ATTENTION_CHECK(size_at(key, 2) == size_at(value, 2), "key and value must have the same length, but key has shape ",
-                  key_shapes());
-  ATTENTION_CHECK(size_at(key, 1) == size_at(value, 1),
-                  "key and value must have the same number of heads, but key has shape ", key_shapes());
+  MYVISION_CHECK(kOp, size_at(query, 3) == size_at(key, 3),
+                 "query and key must have the same width, but query has shape ", shapes());
+  MYVISION_CHECK(kOp, size_at(key, 2) == size_at(value, 2),
+                 "key and value must have the same length, but key has shape ", key_shapes());
+  MYVISION_CHECK(kOp, size_at(key, 1) == size_at(value, 1),
+                 "key and value must have the same number of heads, but key has shape ", key_shapes());
   const int64_t heads = size_at(query, 1), key_heads = size_at(key, 1);
-  ATTENTION_CHECK(key_heads == 0 ? heads == 0 : heads % key_heads == 0,
-                  "the heads of query must be a multiple of those of key, but query has shape ", shapes());
+  MYVISION_CHECK(kOp, key_heads == 0 ? heads == 0 : heads % key_heads == 0,
+                 "the heads of query must be a multiple of those of key, but query has shape ", shapes());
 }
 
 void check_mask(const Call& call) {
   if (!call.mask) return;
   const Tensor& mask = *call.mask;
-  ATTENTION_CHECK(!call.is_packed(), "attn_mask and cu_seqlens_q exclude each other");
+  MYVISION_CHECK(kOp, !call.is_packed(), "attn_mask and cu_seqlens_q exclude each other");
   const ScalarType type = mask.scalar_type(), query_type = call.query.scalar_type();
-  ATTENTION_CHECK(type == ScalarType::Bool || type == query_type || type == ScalarType::Float,
-                  "attn_mask must have dtype bool, float32 or that of query, ", name_of(query_type), ", but has ",
-                  name_of(type));
-  check_device("attn_mask", mask, call.query);
+  MYVISION_CHECK(kOp, type == ScalarType::Bool || type == query_type || type == ScalarType::Float,
+                 "attn_mask must have dtype bool, float32 or that of query, ", name_of(query_type), ", but has ",
+                 name_of(type));
+  check_same_device(kOp, {"attn_mask", mask}, {"query", call.query});
   const int64_t dims = mask.dim();
   const int64_t wanted[] = {call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2)};
   bool fits = dims <= 4;
@@ -95,67 +78,60 @@ void check_mask(const Call& call) {
     const int64_t size = mask.size(dims - 1 - dim);
     fits = size == 1 || size == wanted[3 - dim];
   }
-  ATTENTION_CHECK(fits, "attn_mask must have at most 4 dimensions that broadcast to ", shape_name(IntArray(wanted, 4)),
-                  ", but has shape ", shape_name(mask.sizes()));
+  MYVISION_CHECK(kOp, fits, "attn_mask must have at most 4 dimensions that broadcast to ",
+                 shape_name(IntArray(wanted, 4)), ", but has shape ", shape_name(mask.sizes()));
 }
 
 void check_slopes(const Call& call) {
   if (!call.alibi_slopes) return;
   const Tensor& slopes = *call.alibi_slopes;
-  ATTENTION_CHECK(slopes.scalar_type() == ScalarType::Float, "alibi_slopes must have dtype float32, but has ",
-                  name_of(slopes.scalar_type()));
-  check_device("alibi_slopes", slopes, call.query);
+  MYVISION_CHECK(kOp, slopes.scalar_type() == ScalarType::Float, "alibi_slopes must have dtype float32, but has ",
+                 name_of(slopes.scalar_type()));
+  check_same_device(kOp, {"alibi_slopes", slopes}, {"query", call.query});
   const int64_t dims = slopes.dim();
-  ATTENTION_CHECK(
+  MYVISION_CHECK(
+      kOp,
       (dims == 1 || (dims == 2 && slopes.size(0) == call.params.batch)) && slopes.size(dims - 1) == call.params.heads,
       "alibi_slopes must have one number for each of the ", call.params.heads,
       " heads, or [batch, heads], but has shape ", shape_name(slopes.sizes()));
 }
 
-void check_seed(const Call& call) {
-  ATTENTION_CHECK(call.seed, "dropout needs a seed, but seed is None");
-  ATTENTION_CHECK(call.seed->scalar_type() == ScalarType::Long && call.seed->dim() == 0,
-                  "seed must be one int64 without dimensions, but is ", name_of(call.seed->scalar_type()), " of shape ",
-                  shape_name(call.seed->sizes()));
-  check_device("seed", *call.seed, call.query);
-}
-
 void check_starts(const char* name, const OptionalTensor& starts, const Tensor& query) {
-  ATTENTION_CHECK(starts, "cu_seqlens_q and cu_seqlens_k must both be given, but ", name, " is None");
-  ATTENTION_CHECK(starts->scalar_type() == ScalarType::Int || starts->scalar_type() == ScalarType::Long, name,
-                  " must have dtype int32 or int64, but has ", name_of(starts->scalar_type()));
-  ATTENTION_CHECK(starts->dim() == 1 && starts->size(0) >= 1, name,
-                  " must have one dimension, of one more than there are sequences, but has shape ",
-                  shape_name(starts->sizes()));
-  check_device(name, *starts, query);
+  MYVISION_CHECK(kOp, starts, "cu_seqlens_q and cu_seqlens_k must both be given, but ", name, " is None");
+  MYVISION_CHECK(kOp, starts->scalar_type() == ScalarType::Int || starts->scalar_type() == ScalarType::Long, name,
+                 " must have dtype int32 or int64, but has ", name_of(starts->scalar_type()));
+  MYVISION_CHECK(kOp, starts->dim() == 1 && starts->size(0) >= 1, name,
+                 " must have one dimension, of one more than there are sequences, but has shape ",
+                 shape_name(starts->sizes()));
+  check_same_device(kOp, {name, *starts}, {"query", query});
 }
 
-// Where the offsets can be read without waiting for a device; a GPU's kernels cut what leaves the tensors.
+// Only offsets on the CPU can be read without waiting for a device; a GPU's kernels cut those that leave the tensors.
 void check_offsets(const char* name, const Tensor& starts, int64_t rows) {
   if (!starts.is_cpu()) return;
   const auto* offset = static_cast<const int64_t*>(starts.const_data_ptr());
   const int64_t count = starts.size(0);
-  ATTENTION_CHECK(offset[0] == 0 && offset[count - 1] == rows && std::is_sorted(offset, offset + count), name,
-                  " must start with 0, never fall, and end with the number of rows, ", rows, ", but runs from ",
-                  offset[0], " to ", offset[count - 1],
-                  std::is_sorted(offset, offset + count) ? "" : " and falls between");
+  MYVISION_CHECK(kOp, offset[0] == 0 && offset[count - 1] == rows && std::is_sorted(offset, offset + count), name,
+                 " must start with 0, never fall, and end with the number of rows, ", rows, ", but runs from ",
+                 offset[0], " to ", offset[count - 1],
+                 std::is_sorted(offset, offset + count) ? "" : " and falls between");
 }
 
 int64_t checked_window(const char* name, const std::optional<int64_t>& window) {
   if (!window) return kUnlimitedWindow;
-  ATTENTION_CHECK(*window >= 0, name, " must be at least 0, or None for no limit, but is ", *window);
+  MYVISION_CHECK(kOp, *window >= 0, name, " must be at least 0, or None for no limit, but is ", *window);
   return std::min(*window, kUnlimitedWindow);
 }
 
 // ------------------------------------------------------------------------------------------------ parameters
-// As [batch, heads, length, width], of rows of packed sequences too.
+// The kernels see every tensor as [batch, heads, length, width], packed ones too.
 Strided4 view_of(const Tensor& tensor) {
   void* data = const_cast<void*>(tensor.const_data_ptr());
   if (tensor.dim() == 3) return {data, {0, tensor.stride(1), tensor.stride(0), tensor.stride(2)}};
   return {data, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
 }
 
-// Without a stride where it is repeated.
+// The mask as [batch, heads, queries, keys]: stride 0 where it is broadcast.
 Strided4 mask_view_of(const Tensor& mask) {
   Strided4 view{const_cast<void*>(mask.const_data_ptr()), {}};
   const int first = 4 - static_cast<int>(mask.dim());
@@ -179,10 +155,10 @@ Tensor offsets_of(const Tensor& starts) { return torch::stable::contiguous(cast(
       window_left, window_right, scale, softcap
 
 void set_options(AttentionParams& p, ATTENTION_OPTIONS) {
-  ATTENTION_CHECK(dropout_p >= 0 && dropout_p <= 1, "dropout_p must be between 0 and 1, but is ", dropout_p);
-  ATTENTION_CHECK(causal_alignment == "top_left" || causal_alignment == "bottom_right",
-                  "causal_alignment must be 'top_left' or 'bottom_right', but is '", causal_alignment, "'");
-  ATTENTION_CHECK(softcap >= 0, "softcap must be at least 0, but is ", softcap);
+  check_probability(kOp, dropout_p);
+  MYVISION_CHECK(kOp, causal_alignment == "top_left" || causal_alignment == "bottom_right",
+                 "causal_alignment must be 'top_left' or 'bottom_right', but is '", causal_alignment, "'");
+  MYVISION_CHECK(kOp, softcap >= 0, "softcap must be at least 0, but is ", softcap);
   p.dropout_p = dropout_p;
   p.bottom_right = causal_alignment == "bottom_right";
   p.window_left = checked_window("window_left", window_left);
@@ -195,15 +171,15 @@ void set_options(AttentionParams& p, ATTENTION_OPTIONS) {
 Call checked_call(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
   Call call{query, key, value, mask, alibi_slopes, query_starts, key_starts, seed, {}};
   AttentionParams& p = call.params;
-  p.dtype = check_dtype(query);
-  check_like_query("key", key, query);
-  check_like_query("value", value, query);
+  p.dtype = check_floating(kOp, {"query", query});
+  check_like(kOp, {"key", key}, {"query", query});
+  check_like(kOp, {"value", value}, {"query", query});
   if (query_starts || key_starts) {
     check_starts("cu_seqlens_q", query_starts, query);
     check_starts("cu_seqlens_k", key_starts, query);
-    ATTENTION_CHECK(query_starts->size(0) == key_starts->size(0),
-                    "cu_seqlens_q and cu_seqlens_k must have the same length, but have ", query_starts->size(0),
-                    " and ", key_starts->size(0));
+    MYVISION_CHECK(kOp, query_starts->size(0) == key_starts->size(0),
+                   "cu_seqlens_q and cu_seqlens_k must have the same length, but have ", query_starts->size(0), " and ",
+                   key_starts->size(0));
   }
   check_shapes(call);
   p.batch = call.is_packed() ? query_starts->size(0) - 1 : query.size(0);
@@ -213,7 +189,7 @@ Call checked_call(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
   check_mask(call);
   check_slopes(call);
   set_options(p, dropout_p, is_causal, causal_alignment, window_left, window_right, scale, softcap);
-  if (dropout_p > 0) check_seed(call);
+  check_seed(kOp, dropout_p, seed, {"query", query});
   return call;
 }
 
@@ -246,7 +222,7 @@ void set_views(Call& call, const Tensor& output, const Tensor& lse, const Tensor
 }
 
 // ------------------------------------------------------------------------------------------------ allocation
-// Of the sizes of `like` but for its width; heads lie inside of lengths where they do in `like`.
+// A tensor of the sizes of `like` but for its width. Its heads lie inside of its lengths where they do in `like`.
 Tensor new_rows(const Tensor& like, int64_t width) {
   const bool batched = like.dim() == 4, heads_inside = batched && like.stride(1) < like.stride(2);
   const int order[] = {0, heads_inside ? 2 : 1, heads_inside ? 1 : 2, 3};  // outermost first
@@ -260,11 +236,7 @@ Tensor new_rows(const Tensor& like, int64_t width) {
   return empty_strided(like.dim(), sizes, strides, like.scalar_type(), like);
 }
 
-ScalarType real_type(const Tensor& query) {
-  return query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-// So many numbers for each query of each head.
+// A tensor with numbers, shaped `of_a_row`, for each query of each head.
 Tensor new_numbers(const Call& call, IntArray of_a_row) {
   const AttentionParams& p = call.params;
   std::vector<int64_t> sizes{p.heads, p.queries};
@@ -275,14 +247,16 @@ Tensor new_numbers(const Call& call, IntArray of_a_row) {
 Tensor new_lse(const Call& call) { return new_numbers(call, {}); }
 Tensor new_statistics(const Call& call) { return new_numbers(call, {2}); }
 
-// Of forward; lse and statistics where they are wanted.
+// What forward returns; lse and statistics are undefined where they are not wanted.
 struct Results {
   Tensor output, lse, statistics;
 };
 
-// What rows that see no key hold. Such as may lie outside of all sequences on a GPU, where offsets are not checked.
+// Whether kernels may leave rows unwritten: where there are no pairs of query and key, and on a GPU, whose offsets are
+// not checked, where rows lie outside of all sequences.
 bool may_skip_rows(const Call& call) { return !call.has_pairs() || (call.is_packed() && !call.query.is_cpu()); }
 
+// Sets all rows to what those that see no key hold.
 void set_unseen(Results& results) {
   torch::stable::zero_(results.output);
   for (Tensor* tensor : {&results.lse, &results.statistics}) {
@@ -291,13 +265,13 @@ void set_unseen(Results& results) {
 }
 
 // ------------------------------------------------------------------------------------------------ launch
-void run_forward(const Call& call) { launch("attention", call.query, attention_forward_kernel, call.params); }
+void run_forward(const Call& call) { launch(kOp, call.query, attention_forward_kernel, call.params); }
 
 void run_backward(const Call& call, const AttentionGradients& gradients) {
-  launch("attention", call.query, attention_backward_kernel, call.params, gradients);
+  launch(kOp, call.query, attention_backward_kernel, call.params, gradients);
 }
 
-// grad_output as the kernels take it.
+// The gradient of the output, or a copy that the kernels take.
 Tensor taken_gradient(const Call& call, const Tensor& grad_output) {
 #ifdef MYVISION_GPU
   const GpuScope gpu(call.query);
@@ -328,30 +302,30 @@ std::tuple<Tensor, Tensor> attention_with_lse(ATTENTION_TENSORS, ATTENTION_OPTIO
   return {results.output, results.lse};
 }
 
-// With what backward needs.
+// Returns what backward needs as well.
 std::tuple<Tensor, Tensor, Tensor> attention_forward(ATTENTION_TENSORS, ATTENTION_OPTIONS) {
   const Results results = forward(checked_call(ATTENTION_ARGUMENTS), true, true);
   return {results.output, results.lse, results.statistics};
 }
 
 // ------------------------------------------------------------------------------------------------ backward
-// What forward returned, or the gradient of it.
+// Checks a result of forward that backward is given, or a gradient of one.
 void check_result(const char* name, const Tensor& tensor, IntArray sizes, ScalarType type, const Tensor& query) {
-  ATTENTION_CHECK(std::ranges::equal(tensor.sizes(), sizes) && tensor.scalar_type() == type, name, " must be ",
-                  name_of(type), " of shape ", shape_name(sizes), ", but is ", name_of(tensor.scalar_type()),
-                  " of shape ", shape_name(tensor.sizes()));
-  check_device(name, tensor, query);
+  MYVISION_CHECK(kOp, std::ranges::equal(tensor.sizes(), sizes) && tensor.scalar_type() == type, name, " must be ",
+                 name_of(type), " of shape ", shape_name(sizes), ", but is ", name_of(tensor.scalar_type()),
+                 " of shape ", shape_name(tensor.sizes()));
+  check_same_device(kOp, {name, tensor}, {"query", query});
 }
 
-// The last operand of backward: of query, key, value and mask, whether its gradient is wanted.
+// `output_mask` says of query, key, value and mask whether the gradient is wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_output, const OptionalTensor& grad_lse,
                                                               ATTENTION_TENSORS, const Tensor& output,
                                                               const Tensor& statistics, ATTENTION_OPTIONS,
                                                               const std::vector<bool>& output_mask) {
   Call call = checked_call(ATTENTION_ARGUMENTS);
-  ATTENTION_CHECK(output_mask.size() == 4, "output_mask must have 4 elements, but has ", output_mask.size());
-  ATTENTION_CHECK(!output_mask[3] || (mask && mask->scalar_type() != ScalarType::Bool),
-                  "a gradient of attn_mask is wanted, but there is no additive one");
+  check_output_mask(kOp, output_mask, 4);
+  MYVISION_CHECK(kOp, !output_mask[3] || (mask && mask->scalar_type() != ScalarType::Bool),
+                 "a gradient of attn_mask is wanted, but there is no additive one");
   std::vector<int64_t> sizes(query.sizes().begin(), query.sizes().end());
   sizes.back() = call.params.value_width;
   check_result("grad_output", grad_output, sizes, query.scalar_type(), query);

@@ -1,4 +1,4 @@
-// attention: the plain parameters that every backend takes. Checked once, in attention.cpp.
+// attention: the plain parameters that the kernels of the CPU and the GPU take. attention.cpp has checked them.
 //
 //   score[i][j] = cap(query[i] . key[j] * scale) - slope * |j - i - shift| + mask[i][j]
 //   cap(x)      = softcap * tanh(x / softcap)
@@ -31,37 +31,37 @@ struct AttentionParams {
   Dtype dtype;  // of query, key, value, output and their gradients: Float64, Float32, Float16 or BFloat16
   int64_t batch;
   int64_t heads, key_heads;     // heads is a multiple of key_heads: head h reads key head h / (heads / key_heads)
-  int64_t queries, keys;        // packed: of all sequences together
-  int64_t width, value_width;   // of a head
+  int64_t queries, keys;        // lengths; where packed, those of all sequences together
+  int64_t width, value_width;   // sizes of a head's queries and keys, and of its values
   Strided4 query, key, value;   // [batch, heads or key heads, queries or keys, width or value width]
   Strided4 output;              // like query, value_width wide. Where packed, the stride of batch is 0 in all four
-  const int64_t* query_starts;  // [batch + 1] on the device, or null: packed sequences, number b has rows
-  const int64_t* key_starts;    // [starts[b], starts[b + 1]). Read them by sequence_of
+  const int64_t* query_starts;  // [batch + 1] on the device where packed, else null; sequence_of reads them: sequence b
+  const int64_t* key_starts;    // has the rows [starts[b], starts[b + 1])
   Strided4 mask;                // [batch, heads, queries, keys], stride 0 where it is broadcast; not where packed
   AttentionMask mask_kind;      // Boolean: one byte, true is seen. Additive: of mask_dtype
-  Dtype mask_dtype;             // dtype or Float32
+  Dtype mask_dtype;             // `dtype` or Float32
   const float* alibi_slopes;    // slope of head h of sequence b at [b * alibi_batch_stride + h], or null: 0
-  int64_t alibi_batch_stride;   // heads or 0
+  int64_t alibi_batch_stride;   // `heads`, or 0 where all sequences have the same slopes
   bool bottom_right;
   int64_t window_left, window_right;  // kUnlimitedWindow where there is no limit; causal: window_right is 0
   double scale;
-  double softcap;       // 0: none
-  double dropout_p;     // of the softmax; what is kept is scaled by 1 / (1 - dropout_p), 1 drops all
+  double softcap;       // 0 where scores are not capped
+  double dropout_p;     // probabilities that are kept are scaled by 1 / (1 - dropout_p); 1 drops all
   const int64_t* seed;  // of dropout, on the device; null where dropout_p is 0
   void* lse;            // Real at [row_of(...)]: what forward returns, or null
-  void* statistics;     // Real at [row_of(...)][2], peak and log_total; -inf, both, where the row sees no key. Forward:
-                        // null where they are not wanted; backward: given, as is output
+  void* statistics;     // Real at [row_of(...)][2], peak and log_total, both -inf where the row sees no key; null where
+                        // forward need not write them. Backward reads them, and the output
 };
 
-// Null data, or a null pointer: not wanted, or not given.
+// A gradient that is not wanted has null data.
 struct AttentionGradients {
-  Strided4 output;  // given
-  const void* lse;  // given or null: 0. Real, as lse
+  Strided4 output;  // the gradient of the output, which is given
+  const void* lse;  // that of lse, which is given too; null where it is 0
   Strided4 query, key, value;
-  Strided4 mask;  // of mask_dtype; stride 0 where the mask is broadcast: the sum over what shares an element
+  Strided4 mask;  // of mask_dtype; stride 0 where the mask is broadcast: its elements sum up those that share them
 };
 
-// Where sequence b lies. Offsets that leave the tensors are cut: a GPU's cannot be checked beforehand.
+// Where a sequence lies. Offsets that leave the tensors are cut, since those on a GPU cannot be checked beforehand.
 struct AttentionSequence {
   int64_t first_query, queries, first_key, keys;
 
@@ -97,8 +97,8 @@ MYVISION_HOST_DEVICE uint64_t dropout_counter(const AttentionParams& p, int64_t 
   return static_cast<uint64_t>(row) * static_cast<uint64_t>((p.keys + 3) / 4);
 }
 
-// Whether the launcher of backward takes this grad_output: where forward ran on tensor cores backward does too, which
-// want rows of 16-byte packs. The glue copies others.
+// Whether the launcher of backward takes this grad_output. Where forward ran on tensor cores backward does too, and
+// wants rows of 16-byte packs; attention.cpp copies other gradients.
 bool attention_backward_cuda_takes(const AttentionParams& params, const Strided4& grad_output);
 
 }  // namespace myvision

@@ -5,12 +5,12 @@
 
 namespace myvision {
 
-// Keys [first, last) of a sequence; none where first >= last.
+// The keys [first, last) of a sequence, which are none where first >= last.
 struct KeyRange {
   int64_t first, last;
 };
 
-// Those that the window leaves to query i.
+// The keys that the window leaves to query i of the sequence.
 MYVISION_HOST_DEVICE KeyRange keys_of(const AttentionParams& p, const AttentionSequence& sequence, int64_t i) {
   const int64_t center = i + sequence.shift(p);
   const int64_t first = detail::between(0, center - p.window_left, sequence.keys);

@@ -36,12 +36,12 @@ Call checked_call(Kind kind, const Tensor& input, const OptionalTensor& weight, 
   const char* op = operator_name(kind);
   Call call{kind, op, input, weight, bias, residual, {}};
   BatchNormParams& p = call.params;
-  p.dtype = check_floating(op, "input", input);
-  NORM_CHECK(input.dim() >= 2, op, "input must have at least 2 dimensions (batch, channels, ...), but has shape ",
-             shape_name(input.sizes()));
+  p.dtype = checked_input(op, input);
+  MYVISION_CHECK(op, input.dim() >= 2, "input must have at least 2 dimensions (batch, channels, ...), but has shape ",
+                 shape_name(input.sizes()));
   const int64_t channels = input.size(1);
-  NORM_CHECK(kind != Kind::Group || (groups >= 1 && channels % groups == 0), op,
-             "num_groups must be a divisor of the number of channels, ", channels, ", but is ", groups);
+  MYVISION_CHECK(op, kind != Kind::Group || (groups >= 1 && channels % groups == 0),
+                 "num_groups must be a divisor of the number of channels, ", channels, ", but is ", groups);
   check_channel_parameter(op, "weight", weight, input);
   check_channel_parameter(op, "bias", bias, input);
   check_like_input(op, "residual", residual, input);
@@ -53,17 +53,17 @@ Call checked_call(Kind kind, const Tensor& input, const OptionalTensor& weight, 
 
 // eps is taken as torch's own functions take it: batch_norm alone refuses what is negative.
 void check_running(const Call& call, const OptionalTensor& mean, const OptionalTensor& var) {
-  NORM_CHECK(call.kind != Kind::Batch || call.params.eps >= 0, call.op, "eps must be at least 0, but is ",
-             call.params.eps);
-  NORM_CHECK(mean.has_value() == var.has_value(), call.op, "running_mean and running_var go together, but ",
-             mean ? "running_var" : "running_mean", " is None");
+  MYVISION_CHECK(call.op, call.kind != Kind::Batch || call.params.eps >= 0, "eps must be at least 0, but is ",
+                 call.params.eps);
+  MYVISION_CHECK(call.op, mean.has_value() == var.has_value(), "running_mean and running_var go together, but ",
+                 mean ? "running_var" : "running_mean", " is None");
   check_channel_parameter(call.op, "running_mean", mean, call.input);
   check_channel_parameter(call.op, "running_var", var, call.input);
 }
 
 void check_updated(const Call& call, const char* name, const Tensor& running) {
-  NORM_CHECK(running.size(0) <= 1 || running.stride(0) != 0, call.op, name,
-             " must have a place of its own for each channel, as it is updated, but is expanded");
+  MYVISION_CHECK(call.op, running.size(0) <= 1 || running.stride(0) != 0, name,
+                 " must have a place of its own for each channel, as it is updated, but is expanded");
 }
 
 // The values that share a mean are counted as torch's own functions count them.
@@ -72,8 +72,8 @@ void check_own_statistics(const Call& call) {
   const int64_t others = call.kind == Kind::Batch      ? input.size(1)
                          : call.kind == Kind::Instance ? input.size(0) * input.size(1)
                                                        : call.params.groups;
-  NORM_CHECK(input.numel() == 0 || input.numel() != others, call.op,
-             "a mean needs more than 1 value, but input has shape ", shape_name(input.sizes()));
+  MYVISION_CHECK(call.op, input.numel() == 0 || input.numel() != others,
+                 "a mean needs more than 1 value, but input has shape ", shape_name(input.sizes()));
 }
 
 std::array<int64_t, 2> statistics_shape(const Call& call) {
@@ -254,7 +254,7 @@ Gradients batch_norm_backward(const Tensor& grad_output, const Tensor& input, co
   Call call = checked_call(groups == 0 ? Kind::Batch : Kind::Group, input, weight, bias, residual, groups, eps,
                            activation, negative_slope);
   check_statistics(call.op, statistics, statistics_shape(call), call.input);
-  NORM_CHECK(output_mask.size() == 4, call.op, "output_mask must have 4 elements, but has ", output_mask.size());
+  check_output_mask(call.op, output_mask, 4);
   return backward(std::move(call), grad_output, statistics, training, BackwardStage::Whole, Tensor(), output_mask);
 }
 
@@ -301,11 +301,11 @@ std::tuple<Tensor, Tensor> batch_norm_finish(const Tensor& grad_output, const Te
   Call call = checked_call(Kind::Batch, input, weight, bias, residual, 0, 0, activation, negative_slope);
   check_statistics(call.op, statistics, statistics_shape(call), call.input);
   const int64_t channels = input.size(1);
-  NORM_CHECK(std::ranges::equal(sums.sizes(), IntArray({2, channels})) &&
-                 sums.scalar_type() == statistics.scalar_type() && sums.is_contiguous() && same_device(sums, input),
-             call.op, "sums must be contiguous, of shape (2, ", channels,
-             "), and of the dtype and device of statistics");
-  NORM_CHECK(output_mask.size() == 2, call.op, "output_mask must have 2 elements, but has ", output_mask.size());
+  MYVISION_CHECK(call.op,
+                 std::ranges::equal(sums.sizes(), IntArray({2, channels})) &&
+                     sums.scalar_type() == statistics.scalar_type() && sums.is_contiguous() && same_device(sums, input),
+                 "sums must be contiguous, of shape (2, ", channels, "), and of the dtype and device of statistics");
+  check_output_mask(call.op, output_mask, 2);
   const Gradients gradients = backward(std::move(call), grad_output, statistics, true, BackwardStage::Finish, sums,
                                        {output_mask[0], false, false, output_mask[1]});
   return {std::get<0>(gradients), std::get<3>(gradients)};

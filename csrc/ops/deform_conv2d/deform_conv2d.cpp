@@ -6,18 +6,16 @@
 #include <tuple>
 #include <vector>
 
-#include "common/stable.h"
+#include "common/checks.h"
 
 namespace myvision {
 namespace {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+constexpr const char* kOp = "deform_conv2d";
 constexpr int64_t kMaxGeometry = int64_t{1} << 20;  // of strides, dilations, ...: their products stay inside int64_t
 constexpr int64_t kMaxSide = std::numeric_limits<int32_t>::max();  // AxisSample counts pixels in 32 bits
-
-// It is a macro, so that the parts of a message are made only where the check fails.
-#define DEFORM_CONV2D_CHECK(holds, ...) MYVISION_CHECK(holds, "deform_conv2d: ", __VA_ARGS__)
 
 // ------------------------------------------------------------------------------------------------ checks
 // myvision/ops/deform_conv2d.py makes the same checks in the same order for the fake.
@@ -27,19 +25,8 @@ struct Geometry {
 };
 
 void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
-  DEFORM_CONV2D_CHECK(tensor.dim() == rank, name, " must have ", rank, " dimensions (", layout, "), but has shape ",
-                      shape_name(tensor.sizes()));
-}
-
-void check_shape(const char* name, const Tensor& tensor, IntArray wanted, const char* layout) {
-  const IntArray sizes = tensor.sizes();
-  DEFORM_CONV2D_CHECK(std::ranges::equal(sizes, wanted), name, " must have shape ", shape_name(wanted), " (", layout,
-                      "), but has shape ", shape_name(sizes));
-}
-
-void check_dtype(const char* name, const Tensor& tensor, const Tensor& input) {
-  DEFORM_CONV2D_CHECK(tensor.scalar_type() == input.scalar_type(), name, " must have the dtype of input, ",
-                      name_of(input.scalar_type()), ", but has ", name_of(tensor.scalar_type()));
+  MYVISION_CHECK(kOp, tensor.dim() == rank, name, " must have ", rank, " dimensions (", layout, "), but has shape ",
+                 shape_name(tensor.sizes()));
 }
 
 bool is_half(const Tensor& tensor) {
@@ -49,43 +36,33 @@ bool is_half(const Tensor& tensor) {
 // Offsets are places: float32 ones may stand beside half types, which would round them.
 Dtype check_offset_dtype(const Tensor& offset, const Tensor& input) {
   if (!is_half(input)) {
-    check_dtype("offset", offset, input);
+    check_same_dtype(kOp, {"offset", offset}, {"input", input});
   } else {
-    DEFORM_CONV2D_CHECK(offset.scalar_type() == input.scalar_type() || offset.scalar_type() == ScalarType::Float,
-                        "offset must have the dtype of input, ", name_of(input.scalar_type()), ", or float32, but has ",
-                        name_of(offset.scalar_type()));
+    MYVISION_CHECK(kOp, offset.scalar_type() == input.scalar_type() || offset.scalar_type() == ScalarType::Float,
+                   "offset must have the dtype of input, ", name_of(input.scalar_type()), ", or float32, but has ",
+                   name_of(offset.scalar_type()));
   }
   return *to_dtype(offset.scalar_type());
 }
 
-void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
-  DEFORM_CONV2D_CHECK(same_device(tensor, input), name, " must be on the device of input, ", device_name(input),
-                      ", but is on ", device_name(tensor));
-}
-
 void check_range(const char* name, int64_t value, int64_t least, int64_t most = kMaxGeometry) {
-  DEFORM_CONV2D_CHECK(value >= least && value <= most, name, " must be between ", least, " and ", most, ", but is ",
-                      value);
+  MYVISION_CHECK(kOp, value >= least && value <= most, name, " must be between ", least, " and ", most, ", but is ",
+                 value);
 }
 
 void check_pair(const char* name, IntArray pair, int64_t least) {
-  DEFORM_CONV2D_CHECK(pair.size() == 2, name, " must have 2 elements (height, width), but has ", pair.size());
+  MYVISION_CHECK(kOp, pair.size() == 2, name, " must have 2 elements (height, width), but has ", pair.size());
   for (int64_t value : pair) check_range(name, value, least);
 }
 
 Dtype check_input(const Tensor& input) {
   check_rank("input", input, 4, "batch, in_channels, height, width");
-  const std::optional<Dtype> dtype = to_dtype(input.scalar_type());
-  DEFORM_CONV2D_CHECK(
-      dtype == Dtype::Float64 || dtype == Dtype::Float32 || dtype == Dtype::Float16 || dtype == Dtype::BFloat16,
-      "input must have dtype float64, float32, float16 or bfloat16, but has ", name_of(input.scalar_type()));
-  return *dtype;
+  return check_floating(kOp, {"input", input});
 }
 
 void check_other(const char* name, const Tensor& tensor, int64_t rank, const char* layout, const Tensor& input) {
   check_rank(name, tensor, rank, layout);
-  check_dtype(name, tensor, input);
-  check_device(name, tensor, input);
+  check_like(kOp, {name, tensor}, {"input", input});
 }
 
 void check_geometry(const Geometry& geometry) {
@@ -102,27 +79,27 @@ void check_sizes(const DeformConv2dParams& p, int64_t share) {
   check_range("width (input.shape[3])", p.width, 1, kMaxSide);
   check_range("kernel height (weight.shape[2])", p.kernel_h, 1);
   check_range("kernel width (weight.shape[3])", p.kernel_w, 1);
-  DEFORM_CONV2D_CHECK(p.in_channels % p.groups == 0 && p.in_channels / p.groups == share, "weight.shape[1] (", share,
-                      ") times groups (", p.groups, ") must be the number of input channels, ", p.in_channels);
-  DEFORM_CONV2D_CHECK(p.out_channels % p.groups == 0, "out_channels (weight.shape[0] = ", p.out_channels,
-                      ") must be a multiple of groups (", p.groups, ")");
-  DEFORM_CONV2D_CHECK(p.in_channels % p.offset_groups == 0, "in_channels (input.shape[1] = ", p.in_channels,
-                      ") must be a multiple of offset_groups (", p.offset_groups, ")");
+  MYVISION_CHECK(kOp, p.in_channels % p.groups == 0 && p.in_channels / p.groups == share, "weight.shape[1] (", share,
+                 ") times groups (", p.groups, ") must be the number of input channels, ", p.in_channels);
+  MYVISION_CHECK(kOp, p.out_channels % p.groups == 0, "out_channels (weight.shape[0] = ", p.out_channels,
+                 ") must be a multiple of groups (", p.groups, ")");
+  MYVISION_CHECK(kOp, p.in_channels % p.offset_groups == 0, "in_channels (input.shape[1] = ", p.in_channels,
+                 ") must be a multiple of offset_groups (", p.offset_groups, ")");
 }
 
 #ifndef MYVISION_GPU
 // The CPU kernels number the pixels of a padded plane in 32 bits.
 void check_plane(const DeformConv2dParams& p) {
-  DEFORM_CONV2D_CHECK((p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
-                      " pixels; on the CPU they must have less than 2^31, a border included");
+  MYVISION_CHECK(kOp, (p.height + 3) * (p.width + 2) <= kMaxSide, "input has planes of ", p.height, " x ", p.width,
+                 " pixels; on the CPU they must have less than 2^31, a border included");
 }
 #endif
 
 void set_output_size(DeformConv2dParams& p) {
   const int64_t kernel_h = p.dilation_h * (p.kernel_h - 1) + 1, kernel_w = p.dilation_w * (p.kernel_w - 1) + 1;
   const int64_t height = p.height + 2 * p.padding_h, width = p.width + 2 * p.padding_w;
-  DEFORM_CONV2D_CHECK(kernel_h <= height && kernel_w <= width, "the dilated kernel, ", kernel_h, " x ", kernel_w,
-                      ", must fit into the padded input, ", height, " x ", width);
+  MYVISION_CHECK(kOp, kernel_h <= height && kernel_w <= width, "the dilated kernel, ", kernel_h, " x ", kernel_w,
+                 ", must fit into the padded input, ", height, " x ", width);
   p.out_height = (height - kernel_h) / p.stride_h + 1;
   p.out_width = (width - kernel_w) / p.stride_w + 1;
 }
@@ -148,7 +125,7 @@ DeformConv2dParams checked_params(const Tensor& input, const Tensor& weight, con
   check_other("weight", weight, 4, "out_channels, in_channels / groups, kernel_height, kernel_width", input);
   check_rank("offset", offset, 4, kOffsetLayout);
   p.offset_dtype = check_offset_dtype(offset, input);
-  check_device("offset", offset, input);
+  check_same_device(kOp, {"offset", offset}, {"input", input});
   if (mask) check_other("mask", *mask, 4, kMaskLayout, input);
   if (bias) check_other("bias", *bias, 1, "out_channels", input);
   check_geometry(geometry);
@@ -163,9 +140,9 @@ DeformConv2dParams checked_params(const Tensor& input, const Tensor& weight, con
   set_output_size(p);
 
   const int64_t samples = p.offset_groups * p.kernel_h * p.kernel_w;
-  check_shape("offset", offset, {p.batch, 2 * samples, p.out_height, p.out_width}, kOffsetLayout);
-  if (mask) check_shape("mask", *mask, {p.batch, samples, p.out_height, p.out_width}, kMaskLayout);
-  if (bias) check_shape("bias", *bias, {p.out_channels}, "out_channels");
+  check_shape(kOp, {"offset", offset}, {p.batch, 2 * samples, p.out_height, p.out_width}, kOffsetLayout);
+  if (mask) check_shape(kOp, {"mask", *mask}, {p.batch, samples, p.out_height, p.out_width}, kMaskLayout);
+  if (bias) check_shape(kOp, {"bias", *bias}, {p.out_channels}, "out_channels");
 #ifndef MYVISION_GPU
   check_plane(p);
 #endif
@@ -185,35 +162,13 @@ Tensor new_output(const DeformConv2dParams& p, const Tensor& input, const Tensor
 }
 
 // ------------------------------------------------------------------------------------------------ launch
-#ifdef MYVISION_GPU
-// Runs launch(workspace, stream), which returns null or an error text, on the GPU of `input`.
-template <typename Launch>
-void run_on_gpu(const Tensor& input, int64_t workspace_bytes, const Launch& launch) {
-  const GpuScope gpu(input);
-  const Tensor workspace = torch::stable::new_empty(input, {workspace_bytes}, ScalarType::Byte);
-  check_launch("deform_conv2d", launch(workspace.mutable_data_ptr(), gpu.stream()));
-}
-
 void run_forward(const DeformConv2dParams& params, const Tensor& input) {
-  run_on_gpu(input, deform_conv2d_forward_cuda_workspace(params),
-             [&](void* workspace, void* stream) { return deform_conv2d_forward_cuda(params, workspace, stream); });
+  launch(kOp, input, deform_conv2d_forward_kernel, params);
 }
 
-void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor& input,
-                  bool deterministic) {
-  run_on_gpu(input, deform_conv2d_backward_cuda_workspace(params, gradients, deterministic),
-             [&](void* workspace, void* stream) {
-               return deform_conv2d_backward_cuda(params, gradients, deterministic, workspace, stream);
-             });
+void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor& input) {
+  launch(kOp, input, deform_conv2d_backward_kernel, params, gradients);
 }
-#else
-void run_forward(const DeformConv2dParams& params, const Tensor&) { deform_conv2d_forward_cpu(params); }
-
-void run_backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const Tensor&,
-                  bool deterministic) {
-  deform_conv2d_backward_cpu(params, gradients, deterministic);
-}
-#endif
 
 // ------------------------------------------------------------------------------------------------ operators
 Tensor deform_conv2d(const Tensor& input, const Tensor& weight, const Tensor& offset, const std::optional<Tensor>& mask,
@@ -248,13 +203,14 @@ Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input,
   DeformConv2dParams params = checked_params(input, weight, offset, mask, std::nullopt, geometry);
   constexpr const char* kOutputLayout = "batch, out_channels, out_height, out_width";
   check_other("grad_output", grad_output, 4, kOutputLayout, input);
-  check_shape("grad_output", grad_output, {params.batch, params.out_channels, params.out_height, params.out_width},
-              kOutputLayout);
-  DEFORM_CONV2D_CHECK(output_mask.size() == 5, "output_mask must have 5 elements, but has ", output_mask.size());
-  DEFORM_CONV2D_CHECK(mask || !output_mask[3], "output_mask asks for the gradient of mask, but mask is None");
+  check_shape(kOp, {"grad_output", grad_output},
+              {params.batch, params.out_channels, params.out_height, params.out_width}, kOutputLayout);
+  check_output_mask(kOp, output_mask, 5);
+  MYVISION_CHECK(kOp, mask || !output_mask[3], "output_mask asks for the gradient of mask, but mask is None");
 
   params.output = readable(grad_output);
   DeformConv2dGradients views{};
+  views.deterministic = deterministic;
   Tensor bias_like = output_mask[4] ? torch::stable::new_empty(weight, {params.out_channels}) : Tensor();
   const Gradients gradients{new_gradient(output_mask[0], input, views.input),
                             new_gradient(output_mask[1], weight, views.weight),
@@ -262,7 +218,7 @@ Gradients deform_conv2d_backward(const Tensor& grad_output, const Tensor& input,
                             new_gradient(output_mask[3], mask.value_or(input), views.mask),
                             new_gradient(output_mask[4], bias_like, views.bias)};
   if (grad_output.numel() > 0) {
-    run_backward(params, views, input, deterministic);
+    run_backward(params, views, input);
   } else {
     std::apply([](auto... gradient) { (zero_if_defined(gradient), ...); }, gradients);
   }

@@ -2,8 +2,8 @@
 #pragma once
 #include <cstdint>
 
-#include "common/cpu_kernel.h"
 #include "common/dtype.h"
+#include "common/kernel.h"
 #include "common/strided.h"
 
 namespace myvision {
@@ -26,19 +26,10 @@ struct DeformConv2dParams {
 // Gradients to compute, each of its tensor's shape and dtype; data is null where a gradient is not wanted.
 struct DeformConv2dGradients {
   Strided4 input, weight, offset, mask, bias;
+  bool deterministic;  // the same bits in every run and, on the CPU, for any number of threads
 };
 
-MYVISION_CPU_KERNEL(deform_conv2d, forward, DeformConv2dParams)
-// The last argument is `deterministic`: gradients have the same bits for any number of threads.
-MYVISION_CPU_KERNEL(deform_conv2d, backward, DeformConv2dParams, DeformConv2dGradients, bool)
-
-// Workspace the GPU launchers need, in bytes; the glue allocates it through torch.
-int64_t deform_conv2d_forward_cuda_workspace(const DeformConv2dParams& params);
-int64_t deform_conv2d_backward_cuda_workspace(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
-                                              bool deterministic);
-// Null, or what went wrong with the launch.
-const char* deform_conv2d_forward_cuda(const DeformConv2dParams& params, void* workspace, void* stream);
-const char* deform_conv2d_backward_cuda(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
-                                        bool deterministic, void* workspace, void* stream);
+MYVISION_KERNEL_WITH_WORKSPACE(deform_conv2d, forward, DeformConv2dParams)
+MYVISION_KERNEL_WITH_WORKSPACE(deform_conv2d, backward, DeformConv2dParams, DeformConv2dGradients)
 
 }  // namespace myvision

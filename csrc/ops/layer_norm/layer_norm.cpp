@@ -26,16 +26,17 @@ struct Call {
 
 void check_normalized_shape(const char* op, const Tensor& input, IntArray shape, bool channels_first) {
   if (channels_first) {
-    NORM_CHECK(input.dim() >= 2 && shape.size() == 1 && shape[0] == input.size(1), op,
-               "with channels='first', normalized_shape must be the size of dimension 1 of input, but is ",
-               shape_name(shape), ", and input has shape ", shape_name(input.sizes()));
+    MYVISION_CHECK(op, input.dim() >= 2 && shape.size() == 1 && shape[0] == input.size(1),
+                   "with channels='first', normalized_shape must be the size of dimension 1 of input, but is ",
+                   shape_name(shape), ", and input has shape ", shape_name(input.sizes()));
     return;
   }
   const IntArray sizes = input.sizes();
-  NORM_CHECK(shape.size() >= 1 && shape.size() <= sizes.size() &&
-                 std::equal(shape.begin(), shape.end(), sizes.end() - shape.size()),
-             op, "normalized_shape must be the last dimensions of input, at least one, but is ", shape_name(shape),
-             ", and input has shape ", shape_name(sizes));
+  MYVISION_CHECK(op,
+                 shape.size() >= 1 && shape.size() <= sizes.size() &&
+                     std::equal(shape.begin(), shape.end(), sizes.end() - shape.size()),
+                 "normalized_shape must be the last dimensions of input, at least one, but is ", shape_name(shape),
+                 ", and input has shape ", shape_name(sizes));
 }
 
 Call checked_call(const char* op, bool centered, const Tensor& input, IntArray normalized_shape,
@@ -45,7 +46,7 @@ Call checked_call(const char* op, bool centered, const Tensor& input, IntArray n
   const int first = channels_first ? 1 : dims - normalized;
   Call call{op, input, weight, bias, residual, first, channels_first ? 2 : dims, channels_first, {}};
   LayerNormParams& p = call.params;
-  p.dtype = check_floating(op, "input", input);
+  p.dtype = checked_input(op, input);
   check_normalized_shape(op, input, normalized_shape, channels_first);
   check_parameter(op, "weight", weight, normalized_shape, input);
   check_parameter(op, "bias", bias, normalized_shape, input);
@@ -57,15 +58,10 @@ Call checked_call(const char* op, bool centered, const Tensor& input, IntArray n
 }
 
 void set_dropout(Call& call, double dropout_p, const OptionalTensor& seed) {
-  NORM_CHECK(dropout_p >= 0 && dropout_p <= 1, call.op, "dropout_p must be between 0 and 1, but is ", dropout_p);
-  NORM_CHECK(dropout_p == 0 || seed, call.op, "dropout needs a seed, but seed is None");
+  check_probability(call.op, dropout_p);
+  check_seed(call.op, dropout_p, seed, {"input", call.input});
   call.params.dropout_p = dropout_p;
-  if (dropout_p == 0) return;
-  NORM_CHECK(seed->scalar_type() == ScalarType::Long && seed->dim() == 0, call.op,
-             "seed must be one int64 without dimensions, but is ", name_of(seed->scalar_type()), " of shape ",
-             shape_name(seed->sizes()));
-  check_device(call.op, "seed", *seed, call.input);
-  call.params.seed = static_cast<const int64_t*>(seed->const_data_ptr());
+  if (dropout_p > 0) call.params.seed = static_cast<const int64_t*>(seed->const_data_ptr());
 }
 
 // The tensor lies in memory as the input does where that is images in channels_last, and is contiguous otherwise.
@@ -264,7 +260,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
     double eps, const Name& activation, double negative_slope, const std::vector<bool>& output_mask) {
   Call call = checked_call("layer_norm", statistics.dim() == 2 && statistics.size(0) == 3, input, normalized_shape,
                            weight, bias, residual, channels_first, eps, activation, negative_slope);
-  NORM_CHECK(output_mask.size() == 4, call.op, "output_mask must have 4 elements, but has ", output_mask.size());
+  check_output_mask(call.op, output_mask, 4);
   const Gradients wanted{.input = new_gradient(call, output_mask[0]),
                          .dropped = Tensor(),
                          .residual = new_gradient(call, output_mask[3]),
@@ -282,7 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
   Call call = checked_call("add_layer_norm", statistics.dim() == 2 && statistics.size(0) == 3, sum, normalized_shape,
                            weight, bias, {}, false, eps, {}, 0);
   set_dropout(call, dropout_p, seed);
-  NORM_CHECK(output_mask.size() == 4, call.op, "output_mask must have 4 elements, but has ", output_mask.size());
+  check_output_mask(call.op, output_mask, 4);
   const Gradients wanted{.input = new_gradient(call, output_mask[1]),
                          .dropped = new_gradient(call, output_mask[0]),
                          .residual = Tensor(),

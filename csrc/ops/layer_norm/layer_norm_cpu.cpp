@@ -55,12 +55,11 @@ class Rows {
   }
 
   // Ones and zeros stand for an absent weight and bias.
-  int64_t constants_size() const { return (p.weight ? 0 : n) + (p.bias ? 0 : n); }
-  RowConstants<T> constants(T* memory) const {
-    if (!p.weight) std::fill_n(memory, n, T(1));
-    T* const zeros = p.weight ? memory : memory + n;
-    if (!p.bias) std::fill_n(zeros, n, T(0));
-    return {n, p.weight ? static_cast<const T*>(p.weight) : memory, p.bias ? static_cast<const T*>(p.bias) : zeros,
+  RowConstants<T> carve_constants(Carver& memory) const {
+    T *const ones = p.weight ? nullptr : memory.take<T>(n), *const zeros = p.bias ? nullptr : memory.take<T>(n);
+    if (ones) std::fill_n(ones, n, T(1));
+    if (zeros) std::fill_n(zeros, n, T(0));
+    return {n, ones ? ones : static_cast<const T*>(p.weight), zeros ? zeros : static_cast<const T*>(p.bias),
             static_cast<T>(p.activation.negative_slope)};
   }
 
@@ -114,18 +113,24 @@ class Forward : Rows<S> {
 
   void run() const {
     const int64_t tasks = std::min(rows, kTasks * Base::workers(rows)), workers = Base::workers(tasks);
-    const int64_t constants_size = Base::constants_size(), buffers_size = kBuffers * Base::buffer_size();
-    const Workspace memory((constants_size + workers * buffers_size) * sizeof(T));
-    const RowConstants<T> constants = Base::constants(memory.template as<T>());
-    T* const buffers = memory.template as<T>() + constants_size;
+    const int64_t buffers_size = kBuffers * Base::buffer_size();
+    const auto layout = [&](Carver& memory) {
+      return Memory{Base::carve_constants(memory), memory.take<S>(workers * buffers_size)};
+    };
+    const Workspace workspace(bytes_of(layout));
+    const Memory memory = workspace.carve(layout);
     parallel_tasks(workers, tasks, [&](int64_t task, int64_t worker) {
-      run(task * rows / tasks, (task + 1) * rows / tasks, constants,
-          reinterpret_cast<S*>(buffers + worker * buffers_size));
+      run(task * rows / tasks, (task + 1) * rows / tasks, memory.constants, memory.buffers + worker * buffers_size);
     });
   }
 
  private:
   static constexpr int kBuffers = 5;
+
+  struct Memory {
+    RowConstants<T> constants;
+    S* buffers;  // kBuffers of each worker
+  };
 
   void run(int64_t first, int64_t last, const RowConstants<T>& constants, S* buffer) const {
     const int64_t size = Base::buffer_size();
@@ -184,22 +189,31 @@ class Backward : Rows<S> {
   void run() const {
     const int64_t fitting = kSumBytes / (2 * n * int64_t(sizeof(T)));
     const int64_t shares = std::clamp(rows / kMinShare, int64_t(1), std::max(kMaxShares, fitting));
-    const int64_t workers = Base::workers(shares), sums_size = shares * 2 * n, constants_size = Base::constants_size();
-    const int64_t scratch_size = kGroup * n + kBuffers * Base::buffer_size();
-    const Workspace memory((sums_size + constants_size + workers * scratch_size) * sizeof(T));
-    T* const sums = memory.template as<T>();
-    const RowConstants<T> constants = Base::constants(sums + sums_size);
-    T* const scratch = sums + sums_size + constants_size;
+    const int64_t workers = Base::workers(shares), buffers_size = kBuffers * Base::buffer_size();
+    const auto layout = [&](Carver& memory) {
+      return Memory{Base::carve_constants(memory), memory.take<T>(shares * 2 * n), memory.take<T>(workers * kGroup * n),
+                    memory.take<S>(workers * buffers_size)};
+    };
+    const Workspace workspace(bytes_of(layout));
+    const Memory memory = workspace.carve(layout);
     parallel_tasks(workers, shares, [&](int64_t share, int64_t worker) {
-      T* const of_share = sums + share * 2 * n;
-      run(share * rows / shares, (share + 1) * rows / shares, constants,
-          {start_sums(grad_.weight, of_share), start_sums(grad_.bias, of_share + n)}, scratch + worker * scratch_size);
+      T* const sums = memory.sums + share * 2 * n;
+      run(share * rows / shares, (share + 1) * rows / shares, memory.constants,
+          {start_sums(grad_.weight, sums), start_sums(grad_.bias, sums + n)}, memory.groups + worker * kGroup * n,
+          memory.buffers + worker * buffers_size);
     });
-    add_shares(sums, shares);
+    add_shares(memory.sums, shares);
   }
 
  private:
   static constexpr int kBuffers = 7;
+
+  struct Memory {
+    RowConstants<T> constants;
+    T* sums;     // of each share, of the gradients of weight and bias
+    T* groups;   // of each worker, the gradients before the activation of a group of rows
+    S* buffers;  // kBuffers of each worker
+  };
 
   T* start_sums(const void* wanted, T* sums) const {
     if (!wanted) return nullptr;
@@ -213,10 +227,9 @@ class Backward : Rows<S> {
     Lines<S> grad_input, dropped, grad_residual;
   };
 
-  void run(int64_t first, int64_t last, const RowConstants<T>& constants, const ParameterSums<T>& sums,
-           T* scratch) const {
+  void run(int64_t first, int64_t last, const RowConstants<T>& constants, const ParameterSums<T>& sums, T* group,
+           S* buffer) const {
     const int64_t size = Base::buffer_size();
-    S* const buffer = reinterpret_cast<S*>(scratch + kGroup * n);
     Dropout<T> dropout(p);
     Base::for_each_block(first, last, [&](const Block& block) {
       const Tensors t{.grad_output = Base::read(grad_output_, block, buffer),
@@ -228,7 +241,7 @@ class Backward : Rows<S> {
                       .grad_residual = Base::write(grad_residual_, block, buffer + 6 * size)};
       for (int64_t i = 0, count; i < block.count; i += count) {
         count = std::min(block.count - i, group_rows_);
-        run_group(constants, t, i, block.row + i, count, sums, scratch, dropout);
+        run_group(constants, t, i, block.row + i, count, sums, group, dropout);
       }
       Base::finish(grad_input_, block, t.grad_input.data);
       Base::finish(dropped_, block, t.dropped.data);
@@ -238,7 +251,7 @@ class Backward : Rows<S> {
 
   // Rows i ... i + count - 1 of a block, the first of which is `row` among all.
   void run_group(const RowConstants<T>& constants, const Tensors& t, int64_t i, int64_t row, int64_t count,
-                 const ParameterSums<T>& sums, T* scratch, Dropout<T>& dropout) const {
+                 const ParameterSums<T>& sums, T* group, Dropout<T>& dropout) const {
     Statistics<T> statistics[kGroup];
     const S *x[kGroup], *grad_output[kGroup];
     for (int64_t j = 0; j < count; ++j) {
@@ -249,8 +262,8 @@ class Backward : Rows<S> {
     if (!undo_activation_) return run_group(constants, t, i, row, count, statistics, x, grad_output, sums, dropout);
     const T* g[kGroup];
     for (int64_t j = 0; j < count; ++j) {
-      undo_activation_(constants, statistics[j], x[j], t.residual[i + j], grad_output[j], scratch + j * n);
-      g[j] = scratch + j * n;
+      undo_activation_(constants, statistics[j], x[j], t.residual[i + j], grad_output[j], group + j * n);
+      g[j] = group + j * n;
     }
     run_group(constants, t, i, row, count, statistics, x, g, sums, dropout);
   }

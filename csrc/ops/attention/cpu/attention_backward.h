@@ -1,18 +1,19 @@
 // attention's backward pass on the CPU. Compiled once per instruction set.
 //
-// A tile of keys meets the tiles of queries that see it: of their probabilities P and gradients of scores dS, both as
+// A tile of keys meets the tiles of queries that see it. With their probabilities P and gradients of scores dS, both as
 // [key][query],
-//   grad value += P x grad output,  grad key += dS x query,  grad query^T += key^T x dS,
-// the last panel by panel of queries, and the others for runs of keys that the same panels see.
-// A unit, all heads that share a key head, is cut into several tasks where there are few units: tile k of the keys
-// belongs to cut k % cuts. Each cut has sums of its own for the queries, which are added up in order. Where the mask's
-// gradient is wanted, units that share elements of it belong to one task, or to one of few.
+//   grad value += P x grad output,  grad key += dS x query,  grad query^T += key^T x dS.
+// The last is computed for each panel of queries, the others for runs of keys that the same panels see.
+//
+// A unit is all heads that share a key head. Where there are few units, each is cut into several tasks: tile k of the
+// keys belongs to cut k % cuts. Each cut has sums of its own for the queries, which are added up in order. Where the
+// mask's gradient is wanted, units that share elements of it belong to one task, or to one of few.
 #pragma once
 #include "ops/attention/cpu/attention_mask_gradient.h"
 
 namespace myvision::CPU_CAPABILITY::attention {
 
-inline constexpr int64_t kKeyChunk = 12;  // what panels see is rounded to so many keys: whole strips of a product
+inline constexpr int64_t kKeyChunk = 12;  // runs of keys are multiples of this, which are whole strips of a product
 
 template <typename S, typename T = Compute<S>>
 class Backward {
@@ -46,7 +47,7 @@ class Backward {
   }
 
  private:
-  // A head's tile of queries.
+  // A tile of a head's queries, ready for the products.
   struct Query {
     QueryTile<T> tile;
     FiniteRows<T> rows, gradients;
@@ -58,56 +59,55 @@ class Backward {
   struct Scratch {
     PairScratch<T> pair;
     KeyBuffers<T> keys;
-    T *finite_keys, *grad_key, *grad_value;  // the gradients: of all keys of a cut
+    T *finite_keys, *grad_key, *grad_value;  // the gradients are those of all keys of a cut
+  };
+  // All memory: QueryBuffers for every tile of queries, sums of the queries' gradients, a Scratch for every worker.
+  struct Shares {
+    char* queries;
+    T* sums;
+    char* scratches;
   };
   // Where the gradients of a tile of keys are summed up.
   struct KeySums {
     KeyRange range;
     T *grad_key, *grad_value;
   };
-  // A tile of keys in work.
+  // A tile of keys that is worked on.
   struct Keys : KeySums {
     KeyRows<T> rows;
     FiniteRows<T> finite;
   };
 
   // ---- memory
-  QueryBuffers carve_query(Carver<T>& memory) const {
-    return {pairs_.carve_queries(memory), memory.take(pairs_.queries.size * pairs_.width_pitch),
-            memory.take(pairs_.queries.size * pairs_.value_pitch)};
+  QueryBuffers carve_query(Carver& memory) const {
+    return {pairs_.carve_queries(memory), memory.take<T>(pairs_.queries.size * pairs_.width_pitch),
+            memory.take<T>(pairs_.queries.size * pairs_.value_pitch)};
   }
-  Scratch carve_scratch(Carver<T>& memory) const {
-    return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory), memory.take(pairs_.keys.size * pairs_.width_pitch),
-            memory.take(cut_keys() * pairs_.width_pitch), memory.take(cut_keys() * pairs_.value_pitch)};
+  Scratch carve_scratch(Carver& memory) const {
+    return {pairs_.carve_scratch(memory), pairs_.carve_keys(memory),
+            memory.take<T>(pairs_.keys.size * pairs_.width_pitch), memory.take<T>(cut_keys() * pairs_.width_pitch),
+            memory.take<T>(cut_keys() * pairs_.value_pitch)};
+  }
+  Shares carve_shares(Carver& memory) const {
+    return {memory.take<char>(query_slots_ * pairs_.queries.count * query_bytes_),
+            memory.take<T>(sums_slots_ * cuts_ * sums_size()), memory.take<char>(workers_ * scratch_bytes_)};
   }
   int64_t cut_keys() const { return ceil_div(mask_.phase_tiles(), cuts_) * pairs_.keys.size; }
-  int64_t query_size() const {
-    Carver<T> count;
-    carve_query(count);
-    return count.used;
-  }
-  int64_t scratch_size() const {
-    Carver<T> count;
-    carve_scratch(count);
-    return count.used;
-  }
   int64_t sums_size() const { return pairs_.queries.count * pairs_.queries.size * p.width; }
 
   Scratch scratch(int64_t worker) const {
-    Carver<T> memory{memory_.template as<T>() + packed_size_ + all_sums_size_ + worker * scratch_size_};
+    Carver memory(shares_.scratches + worker * scratch_bytes_);
     return carve_scratch(memory);
   }
   Query* queries(int64_t slot) const { return queries_.template as<Query>() + slot * pairs_.queries.count; }
-  // Of gradients of queries, as columns of panels.
-  T* query_sums(int64_t slot, int64_t cut) const {
-    return memory_.template as<T>() + packed_size_ + (slot * cuts_ + cut) * sums_size();
-  }
+  // The sums of a cut for the gradients of a head's queries, which are columns of panels.
+  T* query_sums(int64_t slot, int64_t cut) const { return shares_.sums + (slot * cuts_ + cut) * sums_size(); }
 
   // ---- work
   void pack_tile(const Head& head, int64_t tile, int64_t slot, const Scratch& own) const {
     const int64_t q = tile * pairs_.queries.size, n = pairs_.queries_of_tile(head, tile);
     if (n <= 0) return;
-    Carver<T> memory{memory_.template as<T>() + (slot * pairs_.queries.count + tile) * query_size_};
+    Carver memory(shares_.queries + (slot * pairs_.queries.count + tile) * query_bytes_);
     const QueryBuffers to = carve_query(memory);
     const auto near = [&](const Strided4& tensor, int64_t width, T* buffer, int64_t pitch) {
       return near_rows(query_rows<const S>(tensor, head).from(q), n, width, buffer, pitch);
@@ -160,7 +160,7 @@ class Backward {
     unpack_rows(sums, pitch, n, width, key_rows<S>(to, head).from(range.first));
   }
 
-  // n queries from q on.
+  // Writes the gradients of n queries from q on.
   void store_queries(const Head& head, int64_t q, int64_t n, T* sums) const {
     if (!grad_.query.data) return;
     for (int64_t lane = 0; lane < n; lane += kLanes) {
@@ -171,7 +171,7 @@ class Backward {
     }
   }
 
-  // A tile of keys and all queries that see it.
+  // Adds what a tile of keys gives to all gradients, with all queries that see it.
   void add_keys(const Head& head, const KeySums& to, int64_t slot, int64_t part, T* sums, const Scratch& own) const {
     const int64_t count = to.range.last - to.range.first;
     if (count <= 0) return;
@@ -189,7 +189,7 @@ class Backward {
 
   void add_pairs(const Head& head, int64_t q, int64_t n, const Keys& keys, const Query& query, int64_t part, T* sums,
                  const Scratch& own) const {
-    KeyRange seen[kBackwardQueries / kLanes];  // by a panel of queries, in whole chunks
+    KeyRange seen[kBackwardQueries / kLanes];  // the keys that each panel of queries sees, rounded to whole chunks
     const int64_t panels = ceil_div(n, kLanes);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t lane = panel * kLanes, lanes = std::min(kLanes, n - lane);
@@ -205,7 +205,7 @@ class Backward {
       add_to_queries(head, q + lane, lane, lanes, range, keys, sums + lane * p.width, own);
       seen[panel] = fill_chunks(range, lane, keys, own);
     }
-    // Of keys that the same panels see.
+    // The keys [first, last) are seen by the same panels.
     const int64_t count = keys.range.last - keys.range.first;
     for (int64_t first = 0, last; first < count; first = last) {
       const PanelRange by = panels_that_see(seen, panels, first);
@@ -227,7 +227,8 @@ class Backward {
     while (range.last > range.first && !sees(range.last - 1)) --range.last;
     return range;
   }
-  // Rounds what a panel sees to whole chunks, of which the rest is 0. Counted from the first key of the tile on.
+  // Rounds the keys that a panel sees to whole chunks, and clears what they have too many. The result counts from the
+  // first key of the tile.
   KeyRange fill_chunks(KeyRange range, int64_t lane, const Keys& keys, const Scratch& own) const {
     const int64_t first = range.first - keys.range.first, last = range.last - keys.range.first;
     const KeyRange whole{first / kKeyChunk * kKeyChunk, std::min(round_up(last, kKeyChunk), pairs_.keys.size)};
@@ -242,7 +243,7 @@ class Backward {
     return whole;
   }
 
-  // Of a panel of queries from number i, lane `lane` of its tile, on.
+  // Adds to the gradients of a panel of n queries: the first is number i of the head, and `lane` of its tile.
   void add_to_queries(const Head& head, int64_t i, int64_t lane, int64_t n, KeyRange range, const Keys& keys, T* sums,
                       const Scratch& own) const {
     const int64_t count = range.last - range.first, skipped = range.first - keys.range.first;
@@ -257,7 +258,8 @@ class Backward {
                    });
   }
 
-  // Of n queries from number i, lane `lane` of their tile, on, to keys of their tile.
+  // Adds to the gradients of the keys in `range` what n queries give: the first is number i of the head, and `lane` of
+  // its tile.
   void add_to_keys(const Head& head, int64_t i, int64_t lane, int64_t n, KeyRange range, const Keys& keys,
                    const Query& query, const Scratch& own) const {
     const int64_t at = range.first * pairs_.query_pitch + lane, count = range.last - range.first;
@@ -291,7 +293,7 @@ class Backward {
     store_queries(head, q, n, sums);
   }
 
-  // A matter of the shapes alone. Sums of the queries take memory for each cut.
+  // It depends on shapes alone, not on the number of threads. Each cut takes memory for its sums of the queries.
   int64_t number_of_cuts() const {
     constexpr int64_t kEnoughTasks = 16, kSumsBytes = int64_t(16) << 20, kLeastCuts = 4;
     if (!mask_.has_keys()) return 1;
@@ -309,14 +311,14 @@ class Backward {
   const int64_t cuts_ = number_of_cuts(), tasks_ = mask_.sets() * mask_.parts() * cuts_;
   const int64_t workers_ = std::min(num_threads(), tasks_);
   const int64_t phases_ = std::max(ceil_div(pairs_.keys.count, mask_.phase_tiles()), int64_t(1));
-  // Of all heads: packed queries, which several tasks read; and the sums of their gradients.
+  // Whether packed queries, which several tasks read, and the sums of their gradients are kept for all heads at once.
   const bool keeps_queries_ = cuts_ > 1, keeps_sums_ = cuts_ > 1 || phases_ > 1;
   const int64_t query_slots_ = keeps_queries_ ? p.batch * p.heads : workers_;
   const int64_t sums_slots_ = keeps_sums_ ? p.batch * p.heads : workers_;
-  const int64_t query_size_ = query_size(), scratch_size_ = scratch_size();
-  const int64_t packed_size_ = query_slots_ * pairs_.queries.count * query_size_;
-  const int64_t all_sums_size_ = sums_slots_ * cuts_ * sums_size();
-  const Workspace memory_{int64_t((packed_size_ + all_sums_size_ + workers_ * scratch_size_) * sizeof(T))};
+  const int64_t query_bytes_ = bytes_of([this](Carver& memory) { carve_query(memory); });
+  const int64_t scratch_bytes_ = bytes_of([this](Carver& memory) { carve_scratch(memory); });
+  const Workspace memory_{bytes_of([this](Carver& memory) { carve_shares(memory); })};
+  const Shares shares_ = memory_.carve([this](Carver& memory) { return carve_shares(memory); });
   const Workspace queries_{int64_t(query_slots_ * pairs_.queries.count * sizeof(Query))};
 };
 

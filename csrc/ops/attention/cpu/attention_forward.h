@@ -1,14 +1,14 @@
 // attention's forward pass on the CPU. Compiled once per instruction set.
 //
 // A tile of queries meets the tiles of keys that it sees, one after the other, and panel by panel: scores = keys x
-// queries, a step of an online softmax, sums += values^T x weights. What belongs to a panel stays in L1, a tile in L2.
-// Keys and values are read where they lie, or packed once for all heads that share them.
+// queries, a step of an online softmax, sums += values^T x weights. A panel stays in L1, and a tile in L2. Keys and
+// values are read where they lie, or packed once for all heads that share them.
 #pragma once
 #include "ops/attention/cpu/attention_few_queries.h"
 
 namespace myvision::CPU_CAPABILITY::attention {
 
-inline constexpr int64_t kForwardQueries = 96, kForwardKeys = 192;  // of a tile, at most
+inline constexpr int64_t kForwardQueries = 96, kForwardKeys = 192;  // the largest tiles
 
 template <typename S, typename T = Compute<S>>
 class Forward {
@@ -36,38 +36,31 @@ class Forward {
   }
 
  private:
-  // A tile of the keys and values of a key head.
+  // A tile of a key head's keys and values.
   struct KeyTile {
     NearRows<T> keys;
     FiniteRows<T> values;
   };
-  // Memory of a worker: of a tile of queries; and the weights of a panel of them.
+  // The memory of a worker: a tile of queries with its sums, and the weights of a panel of queries.
   struct Scratch {
     T *queries, *sums, *peak, *total, *weights;
     Scores<T> modify;
   };
-  // A panel of queries in work: numbers `first` ... of a head, and their sums, as columns.
+  // The n queries from `first` on of a head that are worked on together. They and their sums are columns.
   struct Panel {
     int64_t first, n;
     T *queries, *sums, *peak, *total;
   };
 
-  Scratch carve_scratch(Carver<T>& memory) const {
-    T *const queries = memory.take(queries_.size * p.width), *const sums = memory.take(queries_.size * p.value_width),
-             *const peak = memory.take(queries_.size), *const total = memory.take(queries_.size),
-             *const weights = memory.take(keys_.size * kLanes);
-    return {queries, sums,    peak,
-            total,   weights, Scores<T>(p, keys_.size, memory.take(Scores<T>::scratch_size(p, keys_.size)))};
-  }
-  int64_t scratch_size() const {
-    Carver<T> count;
-    carve_scratch(count);
-    return count.used;
+  Scratch carve_scratch(Carver& memory) const {
+    return {memory.take<T>(queries_.size * p.width), memory.take<T>(queries_.size * p.value_width),
+            memory.take<T>(queries_.size),           memory.take<T>(queries_.size),
+            memory.take<T>(keys_.size * kLanes),     Scores<T>(p, keys_.size, memory)};
   }
 
   KeyTile* key_tiles(int64_t slot) const { return key_tiles_.template as<KeyTile>() + slot * keys_.count; }
   Scratch scratch(int64_t worker) const {
-    Carver<T> memory{scratches_.template as<T>() + worker * scratch_size_};
+    Carver memory(scratches_.template as<char>() + worker * scratch_bytes_);
     return carve_scratch(memory);
   }
   Panel panel(int64_t q, int64_t n, int64_t lane, const Scratch& own) const {
@@ -79,7 +72,7 @@ class Forward {
             own.total + lane};
   }
 
-  // The head that a tile of a unit, all that share a key head, belongs to.
+  // A unit is all heads that share a key head. This is the head that a tile of a unit belongs to.
   Head head_of(int64_t unit, int64_t tile) const {
     return Head(p, unit / p.key_heads, unit % p.key_heads * group_ + tile / (queries_.count * cuts_));
   }
@@ -103,7 +96,7 @@ class Forward {
   }
 
   void run_tile(int64_t unit, int64_t tile, const KeyTile* key_tiles, const Scratch& own) const {
-    // The last ones first: where the window is causal they take the longest.
+    // The last queries come first, as they take the longest where the window is causal.
     const int64_t q = (queries_.count - 1 - tile / cuts_ % queries_.count) * queries_.size, cut = tile % cuts_;
     const Head head = head_of(unit, tile);
     const int64_t n = std::min(queries_.size, head.sequence.queries - q);
@@ -160,13 +153,14 @@ class Forward {
                 value_pitch_ = padded_row(round_up(p.value_width, kLanes));
   const int64_t group_ = p.heads / p.key_heads, units_ = p.batch * p.key_heads;
   const int64_t cuts_ = cuts_of_keys(units_ * group_ * queries_.count, lengths_.keys);
-  // Where each worker has units of its own to pack and work on, none waits for another.
+  // Where workers can have whole units, each packs and works on its own, and none waits for another.
   const bool pack_first_ = cuts_ > 1 || (units_ < 4 * num_threads() && units_ % num_threads() != 0);
   const int64_t workers_ = std::min(num_threads(), pack_first_ ? units_ * group_ * queries_.count * cuts_ : units_);
   const int64_t slots_ = pack_first_ ? units_ : workers_;
-  const int64_t packed_size_ = keys_.size * (key_pitch_ + value_pitch_), scratch_size_ = scratch_size();
+  const int64_t packed_size_ = keys_.size * (key_pitch_ + value_pitch_);
+  const int64_t scratch_bytes_ = bytes_of([this](Carver& memory) { carve_scratch(memory); });
   const Workspace packed_{int64_t(slots_ * keys_.count * packed_size_ * sizeof(T))};
-  const Workspace scratches_{int64_t(workers_ * scratch_size_ * sizeof(T))};
+  const Workspace scratches_{workers_ * scratch_bytes_};
   const Workspace key_tiles_{int64_t(slots_ * keys_.count * sizeof(KeyTile))};
   const Results<S> results_{p, cuts_};
 };

@@ -1,8 +1,9 @@
 // The gradient of the mask on the CPU. Compiled once per instruction set.
 //
-// An element of it is the sum over all scores that share it, and of several units (see attention_backward.h) where the
-// mask is repeated along batch or heads. Those are a set, which is dealt out to parts: each has sums of its own, which
-// are added up in order. So that these sums take little memory, keys are gone through in phases.
+// An element of it is the sum over all scores that share it. Where the mask is repeated along batch or heads, these
+// belong to several units, which are all heads that share a key head. Units that share elements are a set, which is
+// dealt out to parts. Each part has sums of its own, which are added up in order. So that these sums take little
+// memory, the keys are gone through in phases.
 #pragma once
 #include <numeric>
 
@@ -25,14 +26,13 @@ class MaskGradient {
   int64_t sets() const { return (owns_[0] ? p.batch : 1) * (owns_[1] ? p.key_heads : 1); }
   int64_t parts() const { return parts_; }
   int64_t units_of_set() const { return p.batch * p.key_heads / sets(); }
-  // Unit number i of a set.
   int64_t unit(int64_t set, int64_t i) const {
-    const int64_t heads = owns_[1] ? 1 : p.key_heads;  // of a set
+    const int64_t heads = owns_[1] ? 1 : p.key_heads;  // key heads of a set
     const int64_t b = owns_[0] ? set * heads / p.key_heads : i / heads;
     return b * p.key_heads + (owns_[1] ? set % p.key_heads : i % heads);
   }
 
-  // The sums of a part for a cut of the keys of a phase.
+  // Clears the sums of a part for the tiles of keys of a phase that belong to a cut.
   void clear(int64_t set, int64_t part, int64_t cut, int64_t cuts) const {
     if (!grad_.data) return;
     const int64_t heads = p.heads / p.key_heads, first = unit(set, 0);
@@ -42,7 +42,8 @@ class MaskGradient {
         std::fill_n(tile(part, slice + i, 0, key_tile), query_tiles_ * tile_size_, T(0));
   }
 
-  // Adds the gradients of scores, query_pitch apart, of a panel of n queries from number i on and keys of a tile.
+  // Adds the gradients of the scores of a panel of n queries, from number i on, and keys of one tile. A row of
+  // gradients, for one key, is query_pitch apart from the next.
   void add(const Head& head, int64_t part, int64_t i, int64_t n, KeyRange keys, const T* gradients) const {
     if (!grad_.data) return;
     const int64_t query_tile = i / pairs_.queries.size, lane = i % pairs_.queries.size;
@@ -61,7 +62,7 @@ class MaskGradient {
     }
   }
 
-  // What a phase of keys from this tile on gave.
+  // Writes the gradients of a phase of keys, which begins with this tile.
   void store(int64_t first_tile) const {
     if (!grad_.data) return;
     const int64_t key_tiles = owns_[3] ? std::min(key_tiles_, pairs_.keys.count - first_tile) : 1;
@@ -105,32 +106,32 @@ class MaskGradient {
     });
   }
 
-  // Both a matter of the shapes alone.
+  // Parts and phases depend on shapes alone, not on the number of threads.
   int64_t number_of_parts() const {
     constexpr int64_t kEnoughTasks = 16;
     return std::clamp(ceil_div(kEnoughTasks, sets()), int64_t(1), std::max(units_of_set(), int64_t(1)));
   }
   int64_t number_of_phase_tiles() const {
-    constexpr int64_t kBytes = int64_t(32) << 20, kLeastTiles = 4;  // which can be worked on at the same time
+    constexpr int64_t kBytes = int64_t(32) << 20, kLeastTiles = 4;  // enough to be worked on at the same time
     const int64_t all = std::max(pairs_.keys.count, int64_t(1));
     if (!grad_.data || !owns_[3]) return all;
     const int64_t bytes = parts_ * slice_count() * query_tiles_ * tile_size_ * int64_t(sizeof(T));
     const int64_t most = std::clamp(kBytes / std::max(bytes, int64_t(1)), std::min(kLeastTiles, all), all);
-    return ceil_div(all, ceil_div(all, most));  // phases of about equal size
+    return ceil_div(all, ceil_div(all, most));  // so that phases are of about equal size
   }
   bool owns(int dim) const { return !grad_.data || grad_.stride[dim] != 0; }
 
   const AttentionParams& p;
   const Strided4& grad_;
   const Pairs<S>& pairs_;
-  // Of batch, heads, queries, keys: whether the mask's elements are not repeated along it.
+  // Whether the mask has elements of its own along batch, heads, queries and keys, or is repeated.
   const bool owns_[4] = {owns(0), owns(1), owns(2), owns(3)};
   const int64_t query_tiles_ = owns_[2] ? pairs_.queries.count : 1;
-  // Tiles stand as [key][query].
+  // The sums of a tile are [key][query].
   const int64_t pitch_ = owns_[2] ? pairs_.query_pitch : 1;
   const int64_t tile_size_ = round_up((owns_[3] ? pairs_.keys.size : 1) * pitch_, 16);
   const int64_t parts_ = number_of_parts(), phase_tiles_ = number_of_phase_tiles();
-  const int64_t key_tiles_ = owns_[3] ? phase_tiles_ : 1;  // of which there are sums
+  const int64_t key_tiles_ = owns_[3] ? phase_tiles_ : 1;  // how many tiles of keys have sums
   const Workspace sums_{
       grad_.data ? int64_t(parts_ * slice_count() * key_tiles_ * query_tiles_ * tile_size_ * sizeof(T)) : 0};
 };

@@ -1,34 +1,35 @@
-// What the backward pass of attention on the CPU begins with: the probabilities of a tile of queries and keys, made
-// again, and the gradients of its scores. Compiled once per instruction set.
+// What the backward pass of attention on the CPU begins with: it computes the probabilities of a tile of queries and
+// keys again, and the gradients of their scores. Compiled once per instruction set.
 #pragma once
 #include "ops/attention/cpu/attention_scores.h"
 #include "ops/attention/cpu/attention_softmax.h"
 
 namespace myvision::CPU_CAPABILITY::attention {
 
-inline constexpr int64_t kBackwardQueries = 96, kBackwardKeys = 96;  // of a tile, at most
+inline constexpr int64_t kBackwardQueries = 96, kBackwardKeys = 96;  // the largest tiles
 
-// A tile of queries, multiplied by the scale: as columns, or as rows where there are few; the gradients of their
-// outputs as columns; what makes probabilities of scores, e^(score - peak - log_total); and what is taken off the
-// gradients of probabilities.
+// A tile of queries.
 template <typename T>
 struct QueryTile {
-  T *scaled, *gradient_columns, *peak, *log_total, *delta;
+  T* scaled;            // the queries times the scale, as columns, or as rows where there are few
+  T* gradient_columns;  // the gradients of the outputs
+  T *peak, *log_total;  // a probability is e^(score - peak - log_total)
+  T* delta;             // the gradient of a score is probability * (gradient of the probability - delta)
 };
 
-// A tile of keys and of their values.
+// The keys and values of a tile.
 template <typename T>
 struct KeyRows {
   NearRows<T> keys, values;
 };
 
-// Memory for those that do not lie next to each other.
+// The memory for keys and values that have to be packed.
 template <typename T>
 struct KeyBuffers {
   T *keys, *values;
 };
 
-// Scratch of a worker: dropped probabilities and gradients of scores as [key][query].
+// The scratch of a worker. `weights` are probabilities after dropout, `gradients` those of scores, both [key][query].
 template <typename T>
 struct PairScratch {
   T *weights, *gradients, *slopes, *line;
@@ -47,22 +48,20 @@ class Pairs {
         p(params),
         grad_(gradients) {}
 
-  QueryTile<T> carve_queries(Carver<T>& memory) const {
-    return {memory.take(p.width * query_pitch), memory.take(p.value_width * query_pitch), memory.take(query_pitch),
-            memory.take(query_pitch), memory.take(query_pitch)};
+  QueryTile<T> carve_queries(Carver& memory) const {
+    return {memory.take<T>(p.width * query_pitch), memory.take<T>(p.value_width * query_pitch),
+            memory.take<T>(query_pitch), memory.take<T>(query_pitch), memory.take<T>(query_pitch)};
   }
-  KeyBuffers<T> carve_keys(Carver<T>& memory) const {
-    return {memory.take(keys.size * width_pitch), memory.take(keys.size * value_pitch)};
+  KeyBuffers<T> carve_keys(Carver& memory) const {
+    return {memory.take<T>(keys.size * width_pitch), memory.take<T>(keys.size * value_pitch)};
   }
-  PairScratch<T> carve_scratch(Carver<T>& memory) const {
+  PairScratch<T> carve_scratch(Carver& memory) const {
     const int64_t size = keys.size * query_pitch;
-    T *const weights = memory.take(size), *const gradients = memory.take(size),
-             *const slopes = p.softcap > 0 ? memory.take(size) : nullptr, *const line = memory.take(line_size());
-    return {weights, gradients, slopes, line,
-            Scores<T>(p, keys.size, memory.take(Scores<T>::scratch_size(p, keys.size)))};
+    return {memory.take<T>(size), memory.take<T>(size), p.softcap > 0 ? memory.take<T>(size) : nullptr,
+            memory.take<T>(line_size()), Scores<T>(p, keys.size, memory)};
   }
 
-  // n queries from q on, and the gradients of their outputs.
+  // Packs n queries from q on, and the gradients of their outputs.
   void pack_queries(const Head& head, int64_t q, int64_t n, NearRows<T> rows, NearRows<T> gradients,
                     const QueryTile<T>& to, const PairScratch<T>& own) const {
     fetch_rows(query_rows<const S>(p.output, head).from(q), n, p.value_width);
@@ -73,15 +72,15 @@ class Pairs {
     pack_columns(gradients.all(), n, p.value_width, to.gradient_columns, query_pitch);
     for (int64_t i = 0; i < n; ++i) {
       const T* const statistics = static_cast<const T*>(p.statistics) + 2 * (head.first_row + q + i);
-      const bool sees_keys = statistics[1] != kHidden<T>;  // else its probabilities are e^-inf, 0
+      const bool sees_keys = statistics[1] != kHidden<T>;  // a query that sees none gets probabilities of e^-inf = 0
       to.peak[i] = sees_keys ? statistics[0] : -kHidden<T>;
       to.log_total[i] = sees_keys ? statistics[1] : T(0);
       to.delta[i] = delta(head, q + i, gradients.data + i * gradients.pitch, own.line);
     }
   }
 
-  // Where delta would be made of an output that was rounded to a half type, and the gradient of a mask would show it:
-  // sums it from the gradients of the probabilities of n queries from q on.
+  // delta is the gradient of the output times the output. Where the output was rounded to a half type, the gradient of
+  // a mask would show that. Then this sums delta from the gradients of the probabilities of n queries from q on.
   void sum_delta(const Head& head, int64_t q, int64_t n, const QueryTile<T>& query, const KeyBuffers<T>& near,
                  const PairScratch<T>& own) const {
     if (!sums_delta_) return;
@@ -111,8 +110,8 @@ class Pairs {
     return std::clamp(head.sequence.queries - tile * queries.size, int64_t(0), queries.size);
   }
 
-  // For the panel of queries from `lane` of a tile on, and keys of a tile: dropped probabilities, the gradients of
-  // scores, and the slopes of the softcap.
+  // Computes for a panel of queries, from `lane` of their tile on, and the keys that it sees: probabilities after
+  // dropout, the gradients of scores, and the slopes of the softcap.
   void run(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange seen, int64_t first_key,
            const QueryTile<T>& query, const KeyRows<T>& rows, const PairScratch<T>& own) const {
     const int64_t count = seen.last - seen.first, skipped = seen.first - first_key, lanes = std::min(kLanes, n - lane);
@@ -133,8 +132,8 @@ class Pairs {
       differentiate<false>(count, s, g, query, lane, nullptr);
   }
 
-  // Turns the gradients of scores into those of what the softcap gets: 0 stays 0, even where the slope is NaN, as of
-  // what is not seen.
+  // Turns the gradients of scores into those of the softcap's arguments. 0 stays 0 even where the slope is NaN, as it
+  // may be for keys that are not seen.
   void uncap(int64_t lane, KeyRange seen, int64_t first_key, const PairScratch<T>& own) const {
     if (!own.slopes) return;
     for (int64_t j = seen.first - first_key; j < seen.last - first_key; ++j)
@@ -148,7 +147,7 @@ class Pairs {
   const int64_t query_pitch = padded_row(queries.size), width_pitch, value_pitch;
 
  private:
-  // A row of output, or the scores and slopes of one query.
+  // A line holds a row of the output, or the scores and slopes of one query.
   int64_t line_size() const { return std::max(p.value_width, 2 * keys.size); }
 
   void pack_scaled_rows(NearRows<T> rows, int64_t n, T* to) const {
@@ -158,7 +157,7 @@ class Pairs {
     }
   }
 
-  // The scores of n queries from q on, each made as FewQueries does, but written as [key][query].
+  // Computes the scores of n queries from q on as FewQueries does, but writes them as [key][query].
   void make_scores_of_few(const Head& head, int64_t q, int64_t n, KeyRange seen, const T* queries, NearRows<T> keys,
                           int64_t first, T* s, T* slopes, const PairScratch<T>& own) const {
     const int64_t count = seen.last - seen.first;
@@ -173,7 +172,8 @@ class Pairs {
     }
   }
 
-  // The gradient of the output times the output, less the gradient of lse. Or what sum_delta begins with.
+  // Returns the gradient of the output times the output, less the gradient of lse; or, where sum_delta computes that,
+  // the gradient of lse alone.
   T delta(const Head& head, int64_t i, const T* gradient, T* line) const {
     const T of_lse = grad_.lse ? static_cast<const T*>(grad_.lse)[head.first_row + i] : T(0);
     if (sums_delta_) return of_lse;
@@ -181,8 +181,8 @@ class Pairs {
     return dot(gradient, output, p.value_width) - of_lse;
   }
 
-  // Adds to the sums of a panel of queries the gradients of its scores with the keys of a tile. As these are
-  // probability * (gradient - of_lse), and probabilities add up to 1, that makes delta in the end.
+  // Adds to the sums of a panel of queries the gradients of its scores with the keys of a tile. These are
+  // probability * (gradient - of_lse), and probabilities add up to 1, so that the sum over all keys is delta.
   void add_row_sums(const Head& head, int64_t q, int64_t n, int64_t lane, KeyRange tile, const QueryTile<T>& query,
                     const KeyRows<T>& rows, const PairScratch<T>& own, T* sums) const {
     const KeyRange seen = head.keys_of_any(p, q + lane, std::min(kLanes, n - lane), tile);
@@ -192,7 +192,7 @@ class Pairs {
       for (int64_t i = 0; i < kLanes; ++i) sums[i] += own.gradients[j * query_pitch + lane + i];
   }
 
-  // Turns scores into dropped probabilities, and the gradients of those into the gradients of scores.
+  // Turns the scores s into probabilities after dropout, and their gradients g into the gradients of scores.
   template <bool DROPOUT>
   [[gnu::flatten]] void differentiate(int64_t count, T* s, T* g, const QueryTile<T>& query, int64_t lane,
                                       const T* factors) const {
@@ -211,7 +211,7 @@ class Pairs {
           gradient = gradient * factor;
         }
         dropped.store(s + at);
-        // What is not seen may hold NaN.
+        // The gradient of a key that is not seen is 0, even where its value holds NaN.
         Vec<T>::blendv(probability * (gradient - delta), zero, probability == zero).store(g + at);
       }
     }

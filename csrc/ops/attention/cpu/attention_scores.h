@@ -12,7 +12,7 @@
 
 namespace myvision::CPU_CAPABILITY::attention {
 
-// n mask elements as what is added to scores.
+// Makes of n elements of a mask what is added to scores.
 template <typename T, typename M>
 inline void load_mask(const M* from, int64_t stride, int64_t n, T* to) {
   if constexpr (std::is_same_v<M, bool>) {
@@ -29,20 +29,16 @@ class Scores {
  public:
   static constexpr int64_t kLanes = GemmTile<T>::kCols;
 
-  Scores(const AttentionParams& params, int64_t most_keys, T* scratch)
+  // Only a mask and dropout need memory.
+  Scores(const AttentionParams& params, int64_t most_keys, Carver& memory)
       : p(params),
-        pitch_(padded_row(most_keys)),
-        lines_(scratch),
-        panel_(lines_ + kLanes * pitch_),
-        words_(reinterpret_cast<uint32_t*>(panel_ + kLanes * pitch_)) {}
+        pitch_(p.mask_kind != AttentionMask::None || p.dropout_p > 0 ? padded_row(most_keys) : 0),
+        lines_(memory.take<T>(kLanes * pitch_)),
+        panel_(memory.take<T>(kLanes * pitch_)),
+        words_(memory.take<uint32_t>(pitch_ + 4 + 4 * kPhiloxCounters)) {}
 
-  static int64_t scratch_size(const AttentionParams& p, int64_t most_keys) {
-    const bool is_needed = p.mask_kind != AttentionMask::None || p.dropout_p > 0;
-    return is_needed ? 2 * kLanes * padded_row(most_keys) + padded_row(most_keys + 4 + 4 * kPhiloxCounters) : 0;
-  }
-
-  // Makes products of n queries from q on with these keys scores, and the softcap's slopes where they are wanted. Not
-  // inlined: compiled once, the forward and the backward pass get the same bits.
+  // Turns the products of n queries from q on with these keys into scores, and writes the softcap's slopes where they
+  // are wanted. It is not inlined, so that forward and backward get the same bits of the same code.
   [[gnu::noinline]] void finish(const Head& head, int64_t q, int64_t n, KeyRange keys, T* s, int64_t ld,
                                 T* slopes) const {
     const int64_t count = keys.last - keys.first;
@@ -52,7 +48,7 @@ class Scores {
     if (!head.all_see(p, q, n, keys)) hide(head, q, keys, s, ld);
   }
 
-  // What dropout multiplies the probabilities with, kLanes apart; until the next call.
+  // The factors by which dropout multiplies the probabilities, [key][query]. They are valid until the next call.
   const T* dropout(const Head& head, int64_t q, KeyRange keys) const {
     constexpr int64_t kBlock = 32;
     alignas(64) uint32_t words[kBlock * kLanes];
@@ -68,14 +64,14 @@ class Scores {
     return panel_;
   }
 
-  // s *= factors, which are kLanes apart.
+  // s[key][query] *= factors[key][query], whose rows are ld and kLanes apart.
   static void multiply(const T* factors, int64_t count, T* s, int64_t ld) {
     update(count, s, ld, [&](const Vec<T>& x, int64_t j, int half) {
       return x * Vec<T>::loadu(factors + j * kLanes + half * Vec<T>::size());
     });
   }
 
-  // The same of one query, whose products lie along memory.
+  // Does the same as `finish` for one query, whose products lie side by side.
   [[gnu::noinline]] void finish_line(const Head& head, int64_t i, KeyRange keys, T* s, T* slopes) const {
     const int64_t n = keys.last - keys.first;
     if (p.softcap > 0)
@@ -98,7 +94,7 @@ class Scores {
     std::fill(s + std::clamp(seen.last - keys.first, int64_t(0), n), s + n, kHidden<T>);
   }
 
-  // What dropout multiplies the probabilities of one query with; until the next call.
+  // Does the same as `dropout` for one query.
   const T* dropout_line(const Head& head, int64_t i, KeyRange keys) const {
     const int64_t n = keys.last - keys.first, skipped = keys.first % 4;
     philox(static_cast<uint64_t>(*p.seed),
@@ -121,7 +117,7 @@ class Scores {
     return static_cast<T>(p.alibi_slopes[head.b * p.alibi_batch_stride + head.head]);
   }
 
-  // s = f(s, key, half of the panel)
+  // s = f(s, key, half) for each vector, of which a row of the panel has two halves.
   template <typename F>
   [[gnu::always_inline]] static void update(int64_t count, T* s, int64_t ld, const F& f) {
     for (int64_t j = 0; j < count; ++j)
@@ -149,7 +145,7 @@ class Scores {
     });
   }
 
-  // -inf hides whatever the score is.
+  // A mask of -inf hides a key even where its score is NaN.
   void add_mask(const Head& head, int64_t q, int64_t n, KeyRange keys, T* s, int64_t ld) const {
     const int64_t count = keys.last - keys.first;
     if (p.mask.stride[2] == 0) {
@@ -166,7 +162,7 @@ class Scores {
     });
   }
 
-  // Hides what the window does.
+  // Hides the keys outside of the window.
   void hide(const Head& head, int64_t q, KeyRange keys, T* s, int64_t ld) const {
     const Vec<T> hidden(kHidden<T>);
     const auto lane = [](int64_t x) { return Vec<T>(static_cast<T>(std::clamp(x, int64_t(-1), kLanes))); };

@@ -1,4 +1,4 @@
-// The softmax of the CPU kernels of attention, made step by step, and where its results go. Compiled once per
+// The softmax of the CPU kernels of attention, computed step by step, and where its results go. Compiled once per
 // instruction set.
 #pragma once
 #include <cmath>
@@ -10,8 +10,8 @@
 
 namespace myvision::CPU_CAPABILITY::attention {
 
-// Turns a panel of n scores into weights e^(score - peak). peak and total: so far, of each query; factor: what is
-// summed up so far has to be multiplied by.
+// Turns a panel of n scores of each query into weights e^(score - peak). It updates each query's peak, the largest
+// score so far, and total, the sum of weights so far. What was summed up before has to be multiplied by `factor`.
 template <typename T>
 [[gnu::flatten]] inline void softmax_panel(int64_t n, T* s, int64_t ld, T* peak, T* total, T* factor) {
   constexpr int64_t kSize = Vec<T>::size();
@@ -19,7 +19,7 @@ template <typename T>
   Vec<T> most[2] = {before[0], before[1]};
   for (int64_t j = 0; j < n; ++j)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half)  // a NaN is passed over here: its weight will be NaN
+    for (int half = 0; half < 2; ++half)  // clamp_min may pass over a NaN, but the weight of one is NaN as well
       most[half] = at::vec::clamp_min(most[half], Vec<T>::loadu(s + j * ld + half * kSize));
   Vec<T> center[2], sum[2];
 #pragma GCC unroll 2
@@ -42,7 +42,6 @@ template <typename T>
   for (int half = 0; half < 2; ++half) sum[half].store(total + half * kSize);
 }
 
-// The sum of a[i] * b[i].
 template <typename T>
 [[gnu::flatten]] inline T dot(const T* a, const T* b, int64_t n) {
   Vec<T> sum[4] = {Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0)), Vec<T>(T(0))};
@@ -52,15 +51,15 @@ template <typename T>
   return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-inline constexpr int64_t kLineKeys = 256;  // of a line of scores, at most
+inline constexpr int64_t kLineKeys = 256;  // how many scores of a query are computed at a time, at most
 
-// The softmax of one query.
+// The largest score of a query so far, and the sum of e^(score - peak).
 template <typename T>
 struct RowSums {
   T peak, total;
 };
 
-// The same of n scores along memory; the weight of what is hidden is -1. Returns the factor.
+// Does the same as softmax_panel for n scores of one query, and returns the factor. Hidden keys get the weight -1.
 template <typename T>
 inline T softmax_line(int64_t n, T* s, RowSums<T>& row) {
   constexpr int64_t kSize = Vec<T>::size();
@@ -79,13 +78,12 @@ inline T softmax_line(int64_t n, T* s, RowSums<T>& row) {
   return factor;
 }
 
-// row *= factor
 template <typename T>
 inline void scale_row(T* row, int64_t n, T factor) {
   for (int64_t e = 0; e < n; ++e) row[e] *= factor;
 }
 
-// Every row of a panel times these factors of its lanes.
+// Multiplies every row of a panel by a factor for each lane.
 template <typename T>
 [[gnu::flatten]] inline void scale_panel(T* panel, int64_t rows, const T* factors) {
   constexpr int64_t kSize = Vec<T>::size();
@@ -96,21 +94,22 @@ template <typename T>
   }
 }
 
-// Rows of sums become rows of output. Where keys are cut, each cut has sums of its own, which are merged in order.
+// Turns sums of weighted values into rows of the output. Where the keys are cut, each cut has sums of its own, which
+// are merged in order.
 template <typename S, typename T = Compute<S>>
 class Results {
  public:
   Results(const AttentionParams& params, int64_t cuts)
       : p(params), cuts_(cuts), sums_(cuts > 1 ? cuts * rows_ * size_ * sizeof(T) : 0) {}
 
-  // What cut number `cut` of the keys gave to query i.
+  // Takes the sums of query i over the keys of a cut.
   void put(const Head& head, int64_t i, int64_t cut, T* sums, RowSums<T> row) const {
     if (cuts_ == 1) return finish(head, i, sums, row);
     std::copy_n(sums, p.value_width, sums_of(head, i, cut));
     put_row_sums(head, i, cut, row);
   }
 
-  // The same of a panel of n queries from i on.
+  // Takes the same for a panel of n queries from i on.
   void put_panel(const Head& head, int64_t i, int64_t n, int64_t cut, T* sums, const T* peak, const T* total) const {
     constexpr int64_t kLanes = GemmTile<T>::kCols;
     if (cuts_ > 1) {
@@ -163,7 +162,7 @@ class Results {
     put_row(head, i, row);
   }
 
-  // Without a key both peak and log_total are -inf.
+  // Both peak and log_total are -inf where the query sees no key.
   void put_row(const Head& head, int64_t i, RowSums<T> row) const {
     if (!p.lse && !p.statistics) return;
     const T log_total = std::log(row.total);
@@ -179,13 +178,15 @@ class Results {
   const Workspace sums_;
 };
 
-// Into how many pieces keys are cut where there are so many tasks: a matter of the shapes alone.
+// Into how many cuts the keys go where there are so many tasks. It depends on shapes alone, not on the number of
+// threads.
 inline int64_t cuts_of_keys(int64_t tasks, int64_t keys) {
   constexpr int64_t kEnoughTasks = 64, kLeastKeys = 512;
   return std::max(std::min(kEnoughTasks / std::max(tasks, int64_t(1)), keys / kLeastKeys), int64_t(1));
 }
 
-// Of so many keys those of number `cut` of `cuts`, which start at multiples of `grain`; longest: the most keys.
+// The keys of a cut of a sequence with so many keys. Cuts start at multiples of `grain`, at the same keys in all
+// sequences, of which the longest has `longest` keys.
 inline KeyRange keys_of_cut(int64_t cut, int64_t cuts, int64_t longest, int64_t grain, int64_t keys) {
   const int64_t size = round_up(ceil_div(longest, cuts), grain);
   return {std::min(cut * size, keys), std::min((cut + 1) * size, keys)};

@@ -6,6 +6,7 @@
 #include "common/gemm.h"
 #include "common/rounding.h"
 #include "common/vec_io.h"
+#include "common/workspace.h"
 #include "ops/attention/attention_math.h"
 
 namespace myvision::CPU_CAPABILITY::attention {
@@ -13,7 +14,7 @@ namespace myvision::CPU_CAPABILITY::attention {
 template <typename T>
 inline constexpr T kHidden = -std::numeric_limits<T>::infinity();  // the score of a key that a query does not see
 
-// A length in tiles of about equal size.
+// Cuts a length into tiles of about equal size, a multiple of `grain` and at most `most`.
 struct Tiling {
   int64_t length, size, count;
 
@@ -23,11 +24,11 @@ struct Tiling {
         count(ceil_div(n, size)) {}
 };
 
-// A head of one of the sequences.
+// A head of a sequence.
 struct Head {
   int64_t b, head, key_head;
   AttentionSequence sequence;
-  int64_t first_row;  // of its queries among all
+  int64_t first_row;  // the number of its first query among the queries of all heads
 
   Head(const AttentionParams& p, int64_t b, int64_t head)
       : b(b),
@@ -36,16 +37,16 @@ struct Head {
         sequence(sequence_of(p, b)),
         first_row(row_of(p, sequence, b, head, 0)) {}
 
-  // Keys of [within.first, within.last) that some of n queries from q on see: none where first >= last.
+  // The keys of `within` that the window leaves to any of the n queries from q on.
   KeyRange keys_of_any(const AttentionParams& p, int64_t q, int64_t n, KeyRange within) const {
     return {std::max(within.first, keys_of(p, sequence, q).first),
             std::min(within.last, keys_of(p, sequence, q + n - 1).last)};
   }
-  // Whether none of them sees a key beyond these.
+  // Whether the window hides the keys after these from all of the n queries from q on.
   bool all_seen(const AttentionParams& p, int64_t q, int64_t n, KeyRange keys) const {
     return keys_of(p, sequence, q + n - 1).last <= keys.last;
   }
-  // Whether the window leaves all these keys to all of them.
+  // Whether the window leaves all these keys to all of the n queries from q on.
   bool all_see(const AttentionParams& p, int64_t q, int64_t n, KeyRange keys) const {
     return keys_of(p, sequence, q + n - 1).first <= keys.first && keys.last <= keys_of(p, sequence, q).last;
   }
@@ -53,12 +54,12 @@ struct Head {
 
 inline constexpr int64_t kFewQueries = 4;
 
-// The longest sequences.
+// The length of the longest sequence, in queries and in keys.
 struct Lengths {
   int64_t queries = 0, keys = 0;
 
-  // Whether each score is summed by `dot`, as it suits few queries, instead of in the products of panels: in other
-  // orders, so that the forward and the backward pass both ask this.
+  // Scores of few queries are summed by `dot`, and others in the products of panels, which add in another order. Both
+  // passes ask this, so that they compute the same scores.
   bool has_few_queries() const { return queries <= kFewQueries; }
 
   explicit Lengths(const AttentionParams& p) {
@@ -70,22 +71,8 @@ struct Lengths {
   }
 };
 
-// ------------------------------------------------------------------------------------------------ memory
-// Hands out a block of memory; without one it only counts.
-template <typename T>
-struct Carver {
-  T* memory = nullptr;
-  int64_t used = 0;
-
-  T* take(int64_t n) {
-    T* const piece = memory ? memory + used : nullptr;
-    used += round_up(n, 16);
-    return piece;
-  }
-};
-
 // ------------------------------------------------------------------------------------------------ packing
-// A matrix in memory.
+// A matrix in memory, whose rows are `row` elements apart and whose columns are `step` apart.
 template <typename S>
 struct Rows {
   S* data;
@@ -108,7 +95,7 @@ inline Rows<S> key_rows(const Strided4& tensor, const Head& head) {
   return rows_of<S>(tensor, head.b, head.key_head, head.sequence.first_key);
 }
 
-// Where the first row lies, or a copy of it.
+// The first row where it lies, or a copy in the buffer.
 template <typename T, typename S>
 inline const T* first_row(Rows<const S> from, int64_t width, T* buffer) {
   if constexpr (std::is_same_v<S, T>) {
@@ -118,7 +105,7 @@ inline const T* first_row(Rows<const S> from, int64_t width, T* buffer) {
   return buffer;
 }
 
-// Has n rows brought near, to be read or written soon.
+// Prefetches n rows that will be read or written soon.
 template <typename S>
 inline void fetch_rows(Rows<S> rows, int64_t n, int64_t width) {
   constexpr int64_t kLine = 64 / sizeof(S);
@@ -127,7 +114,7 @@ inline void fetch_rows(Rows<S> rows, int64_t n, int64_t width) {
     for (int64_t e = 0; e < width; e += kLine) __builtin_prefetch(rows.data + i * rows.row + e, 0, 2);
 }
 
-// to[i * pitch + e] = from[i][e], with zeros up to a whole panel
+// to[i * pitch + e] = from[i][e], with zeros up to the width of a whole panel.
 template <typename T, typename S>
 inline void pack_rows(Rows<S> from, int64_t n, int64_t width, T* to, int64_t pitch) {
   load_pixels(from.data, from.step, from.row, width, n, to, pitch);
@@ -136,19 +123,19 @@ inline void pack_rows(Rows<S> from, int64_t n, int64_t width, T* to, int64_t pit
     for (int64_t i = 0; i < n; ++i) std::fill(to + i * pitch + width, to + i * pitch + columns, T(0));
 }
 
-// Rows of a matrix next to each other, or nearly.
+// Rows of a matrix `pitch` apart, whose elements lie next to each other.
 template <typename T>
 struct NearRows {
   const T* data;
   int64_t pitch;
 
   Rows<const T> all() const { return {data, pitch, 1}; }
-  // In a product, rows from number i on; or, as columns of it.
+  // The left side of a product: the rows from number i on, or, transposed, the columns that they are.
   GemmLeft<T> from(int64_t i) const { return {data + i * pitch, pitch, 1}; }
   GemmLeft<T> columns_from(int64_t i) const { return {data + i * pitch, 1, pitch}; }
 };
 
-// n rows where they lie, if that is next to each other; or a packed copy.
+// n rows where they lie, if they follow each other without gaps, or a packed copy in the buffer.
 template <typename T, typename S>
 inline NearRows<T> near_rows(Rows<const S> from, int64_t n, int64_t width, T* buffer, int64_t pitch) {
   if constexpr (std::is_same_v<S, T>) {
@@ -180,22 +167,24 @@ inline void unpack_columns(const T* from, int64_t pitch, int64_t n, int64_t widt
 }
 
 // ------------------------------------------------------------------------------------------------ NaN and infinity
-// In a product, 0 * NaN would bring a row to those that do not see it. So such rows are zeros there, and then added one
-// by one.
+// In a product, 0 * NaN would spread a row to queries that do not see it. So rows that are not finite are zeros in the
+// product, and are then added one by one to the results that see them.
+
+// Whether all n numbers of a row are finite.
 template <typename T>
 inline bool is_finite(const T* row, int64_t n) {
-  Vec<T> sum(T(0));  // NaN once anything was not finite
+  Vec<T> sum(T(0));  // becomes NaN at the first number that is not finite
   for (int64_t i = 0; i < n; i += Vec<T>::size()) sum = at::vec::fmadd(load<T>(row + i, n - i), Vec<T>(T(0)), sum);
   return sum_lanes(sum) == 0;
 }
 
-// Rows of which some may have been replaced with zeros, since they are not finite.
+// Rows; where has_bad, those that are not finite are replaced with zeros.
 template <typename T>
 struct FiniteRows : NearRows<T> {
   bool has_bad;
 };
 
-// The rows themselves if they are finite, or else a copy.
+// The rows themselves if all are finite, or else a copy in the buffer.
 template <typename T>
 inline FiniteRows<T> finite_rows(NearRows<T> rows, int64_t n, int64_t width, T* buffer, int64_t pitch) {
   const auto is_good = [&](int64_t i) { return is_finite(rows.data + i * rows.pitch, width); };
@@ -208,7 +197,7 @@ inline FiniteRows<T> finite_rows(NearRows<T> rows, int64_t n, int64_t width, T* 
   return {{buffer, pitch}, true};
 }
 
-// c[i] += a[i][j] * b[j] of those rows j, where sees(i, j).
+// c[i] += a[i][j] * b[j] for the rows j of b that are not finite, where sees(i, j).
 template <typename T, typename S, typename Sees>
 inline void add_bad_rows(GemmLeft<T> a, Rows<S> b, int64_t rows, int64_t depth, int64_t width, Rows<T> c,
                          const Sees& sees) {

@@ -1,5 +1,5 @@
-// Launches attention's kernels: chooses between those of the tensor cores and the others, cuts the keys, lays out the
-// workspace.
+// Launches attention's kernels: it chooses between those of the tensor cores and the others, splits the keys and lays
+// out the workspace.
 #include <algorithm>
 
 #include "ops/attention/gpu/attention_mma.cuh"
@@ -9,9 +9,9 @@ namespace myvision {
 using namespace gpu::attention;
 namespace {
 
-// How keys are cut depends on shapes alone, so that results are the same on every GPU.
-constexpr int64_t kWantedBlocks = 256;  // large GPUs run about as many at once
-constexpr int64_t kLeastKeys = 256;     // of a split
+// How keys are split depends on shapes alone, so that results are the same on every GPU.
+constexpr int64_t kWantedBlocks = 256;  // about as many as large GPUs run at once
+constexpr int64_t kLeastKeys = 256;     // the fewest keys of a split
 constexpr int64_t kMostSplits = 64;
 
 int64_t rows_of(const AttentionParams& params) {
@@ -139,7 +139,7 @@ void backward_mma(const AttentionParams& params, const AttentionGradients& gradi
   }
 }
 
-// width: of the results that are wanted.
+// `width` is that of the results that are wanted.
 template <typename T, bool kOfKeys>
 void backward_rows(const AttentionParams& params, const AttentionGradients& gradients,
                    const RowStatistics<RealOf<T>>* statistics, int64_t width, GpuStream stream) {
@@ -168,8 +168,8 @@ void backward_mask(const AttentionParams& params, const AttentionGradients& grad
                   gradients, statistics, target, cut);
 }
 
-// Of the statistics, dot of all rows: the gradient of a mask that has one number for each row, since the gradients of
-// scores are made as if dot were what stands there, and probabilities add up to 1.
+// Replaces dot of all rows, which so far is the gradient of lse, with the sum of the gradients of the row's scores. As
+// probabilities add up to 1, that is dot. It is computed as the gradient of a mask that has one number for each row.
 template <typename T>
 void sum_dots(const AttentionParams& params, const AttentionGradients& gradients, RowStatistics<RealOf<T>>* statistics,
               GpuStream stream) {

@@ -1,5 +1,5 @@
-// attention on the GPU: what its kernels share, and the small ones. attention_simt.cuh has those for any type, width
-// and stride, attention_mma.cuh those of the tensor cores.
+// attention on the GPU: the small kernels, and what all kernels share. attention_simt.cuh has the large kernels for any
+// type, width and stride, and attention_mma.cuh has those for tensor cores.
 #pragma once
 #include <cmath>
 
@@ -10,17 +10,17 @@
 
 namespace myvision::gpu::attention {
 
-inline constexpr int kRowThreads = 256;  // of the small kernels' blocks
+inline constexpr int kRowThreads = 256;  // threads of a block of the small kernels
 inline constexpr int kRowTile = 64;      // rows of a sequence that such a block takes at a time
 
 // ---- which part of a call a block works on --------------------------------------------------------------------------
 
-// Queries or keys of all sequences, in tiles that do not cross the sequences.
+// The queries or keys of all sequences, in tiles of which each belongs to one sequence.
 struct RowTiles {
-  const int64_t* starts;  // on the device, or null
+  const int64_t* starts;  // the offsets of packed sequences, on the device, or null
   int64_t batch, rows, size;
 
-  // Where packed an upper bound, as the host does not know the lengths.
+  // It is an upper bound for packed sequences, whose lengths the host does not know.
   MYVISION_HOST_DEVICE int64_t count() const {
     return starts ? rows / size + batch : batch * ((rows + size - 1) / size);
   }
@@ -33,7 +33,7 @@ inline RowTiles key_tiles(const AttentionParams& params, int64_t size) {
   return {params.key_starts, params.batch, params.keys, size};
 }
 
-// Of sequence b, from its row `first` on, which may lie behind its end.
+// A tile of sequence b that begins with its row `first`, which may lie behind the sequence's end.
 struct RowTile {
   int64_t b, first;
 };
@@ -57,12 +57,12 @@ __device__ __forceinline__ RowTile locate(const RowTiles& tiles, int64_t tile) {
   return {low, (tile - first_tile(low)) * tiles.size};
 }
 
-// How the work of a kernel is cut, outermost first.
+// How the work of a kernel is cut into pieces, outermost first.
 struct Cut {
   RowTiles tiles;
   int64_t heads;
-  int64_t splits;  // of the keys
-  int64_t chunks;  // of the width of what is computed
+  int64_t splits;  // how many parts the keys are cut into
+  int64_t chunks;  // how many parts the width of the results is cut into
 
   MYVISION_HOST_DEVICE int64_t count() const { return tiles.count() * heads * splits * chunks; }
 };
@@ -77,7 +77,7 @@ __device__ __forceinline__ Piece piece_of(const Cut& cut, int64_t index) {
   return {locate(cut.tiles, tile), head - tile * cut.heads, split - head * cut.splits, index - split * cut.chunks};
 }
 
-// Of queries [first, first + size): the keys that any of them sees, as far as the window goes.
+// The keys that the window leaves to any of the queries [first, first + size).
 __device__ __forceinline__ KeyRange keys_of_tile(const AttentionParams& params, const AttentionSequence& sequence,
                                                  int64_t first, int64_t size) {
   const int64_t last = min(first + size, sequence.queries);
@@ -85,7 +85,7 @@ __device__ __forceinline__ KeyRange keys_of_tile(const AttentionParams& params, 
   return {keys_of(params, sequence, first).first, keys_of(params, sequence, last - 1).last};
 }
 
-// Of keys [first, first + size): the queries that see any of them, as far as the window goes.
+// The queries to which the window leaves any of the keys [first, first + size).
 __device__ __forceinline__ KeyRange queries_of_tile(const AttentionParams& params, const AttentionSequence& sequence,
                                                     int64_t first, int64_t size) {
   const int64_t last = min(first + size, sequence.keys), shift = sequence.shift(params);
@@ -94,7 +94,7 @@ __device__ __forceinline__ KeyRange queries_of_tile(const AttentionParams& param
   return {least, detail::between(least, last - shift + params.window_left, sequence.queries)};
 }
 
-// The part that a split has of the tiles of a range.
+// The part of a range, in whole tiles, that belongs to a split.
 __device__ __forceinline__ KeyRange split_of(const KeyRange& range, int64_t tile, int64_t split, int64_t splits) {
   if (range.first == range.last) return range;
   const int64_t first = range.first / tile, count = (range.last + tile - 1) / tile - first;
@@ -104,7 +104,7 @@ __device__ __forceinline__ KeyRange split_of(const KeyRange& range, int64_t tile
 
 // ---- tensors as a block sees them -----------------------------------------------------------------------------------
 
-// Rows of one head of one sequence. What lies outside reads as 0.
+// The rows of one head of one sequence. Elements outside of it read as 0.
 template <typename T>
 struct Matrix {
   T* data;
@@ -129,7 +129,7 @@ __device__ __forceinline__ Matrix<T> matrix_of(const Strided4& tensor, int64_t b
   return {data, rows, columns, tensor.stride[2], tensor.stride[3]};
 }
 
-// One head of one sequence.
+// A head of a sequence.
 template <typename T>
 struct Head {
   const AttentionParams& params;
@@ -140,7 +140,7 @@ struct Head {
       : params(params), b(b), head(head), sequence(sequence_of(params, b)) {}
 
   __device__ __forceinline__ int64_t key_head() const { return divide(head, divide(params.heads, params.key_heads)); }
-  // Of a tensor that is like query (key), so wide.
+  // The rows of this head in a tensor that is like query, or like key, and so wide.
   __device__ __forceinline__ Matrix<T> of_queries(const Strided4& tensor, int64_t width) const {
     return matrix_of<T>(tensor, b, head, sequence.first_query, sequence.queries, width);
   }
@@ -155,8 +155,8 @@ struct Head {
 template <typename Real>
 inline constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
 
-// What a product with the values (queries, ...) has to leave out, whatever they hold: those that are not seen. No
-// probability and no gradient of a score is ever a negative zero otherwise.
+// The weight, or the gradient, of a key that is not seen. Products leave it out, whatever the other factor holds. No
+// other weight or gradient is a negative zero.
 template <typename Real>
 inline constexpr Real kUnseen = Real(-0.0);
 template <typename Real>
@@ -167,12 +167,13 @@ __device__ __forceinline__ bool is_unseen(Real weight) {
 template <typename Real>
 struct Score {
   Real value;  // -inf where the key is not seen
-  Real slope;  // the derivative by the product of query and key
+  Real slope;  // the derivative of the score by the product of query and key
 
   __device__ __forceinline__ bool is_seen() const { return value != kMinusInfinity<Real>; }
 };
 
-// The same bits in every kernel, as backward takes what forward found of them off them before it exponentiates.
+// Turns products of query and key into scores, with the same bits in every kernel: backward subtracts from them the
+// peak that forward found before it exponentiates.
 template <typename T>
 class Scores {
  public:
@@ -188,7 +189,7 @@ class Scores {
                                         : 0),
         mask_(head.b * head.params.mask.stride[0] + head.head * head.params.mask.stride[1]) {}
 
-  // Whether this is all there is to the scores of queries [i, last_i) and keys [j, last_j): the product, scaled.
+  // Whether the scores of queries [i, last_i) and keys [j, last_j) are just the scaled products.
   __device__ __forceinline__ bool are_plain(int64_t i, int64_t last_i, int64_t j, int64_t last_j) const {
     return params_.mask_kind == AttentionMask::None && !params_.alibi_slopes && softcap_ == 0 &&
            last_i <= sequence_.queries && last_j <= sequence_.keys &&
@@ -218,7 +219,7 @@ class Scores {
   }
 
  private:
-  // A key that the mask hides may have a score that is not finite.
+  // A hidden key gets -inf, and no sum, as its score may be NaN.
   __device__ __forceinline__ Real masked(Real value, int64_t i, int64_t j) const {
     const int64_t place = mask_ + i * params_.mask.stride[2] + j * params_.mask.stride[3];
     if (params_.mask_kind == AttentionMask::Boolean) {
@@ -234,10 +235,10 @@ class Scores {
   const AttentionSequence& sequence_;
   const int64_t shift_;
   const Real scale_, softcap_, alibi_;
-  const int64_t mask_;  // where the mask of the head begins
+  const int64_t mask_;  // the offset of the head's mask
 };
 
-// What dropout multiplies the probabilities of a head with.
+// The factors by which dropout multiplies the probabilities of a head.
 template <typename T>
 class Dropout {
  public:
@@ -250,7 +251,7 @@ class Dropout {
         threshold_(dropout_threshold(head.params.dropout_p)),
         kept_(static_cast<Real>(head.params.dropout_p < 1 ? 1 / (1 - head.params.dropout_p) : 0)) {}
 
-  // Of query i: for keys 4 * group to 4 * group + 3.
+  // The random words of query i for the keys 4 * group to 4 * group + 3.
   __device__ __forceinline__ PhiloxWords words(int64_t i, int64_t group) const {
     if (!on_) return {};
     return philox(seed_, dropout_counter(head_.params, head_.row(i)) + static_cast<uint64_t>(group));
@@ -268,7 +269,7 @@ class Dropout {
   const Real kept_;
 };
 
-// What the softmax of a row comes to: -inf and 0 where it sees no key.
+// The largest score of a row, and the sum of e^(score - peak): -inf and 0 where it sees no key.
 template <typename Real>
 struct RowSums {
   Real peak, total;
@@ -277,8 +278,8 @@ struct RowSums {
 // What backward knows of a query.
 template <typename Real>
 struct RowStatistics {
-  Real peak, log_total;  // as forward left them
-  Real dot;              // of output and its gradient, less the gradient of lse
+  Real peak, log_total;  // what forward wrote
+  Real dot;              // the dot product of the output and its gradient, less the gradient of lse
 
   __device__ __forceinline__ bool has_keys() const { return log_total != kMinusInfinity<Real>; }
 };
@@ -287,12 +288,12 @@ __device__ __forceinline__ RowStatistics<Real> no_row() {
   return {kMinusInfinity<Real>, kMinusInfinity<Real>, 0};
 }
 
-// A probability as backward needs it.
+// What backward computes of a pair of query and key.
 template <typename Real>
 struct Gradient {
-  Real dropped;   // the probability that the value was multiplied with
-  Real of_score;  // the gradient of the score, and that of the product of query and key
-  Real of_product;
+  Real dropped;     // the probability after dropout, by which the value was multiplied
+  Real of_score;    // the gradient of the score
+  Real of_product;  // the gradient of the product of query and key
 };
 
 template <typename Real>
@@ -301,7 +302,7 @@ __device__ __forceinline__ Gradient<Real> gradient_of(const Score<Real>& score, 
   if (!score.is_seen() || !row.has_keys()) return {kUnseen<Real>, kUnseen<Real>, kUnseen<Real>};
   const Real probability = std::exp((score.value - row.peak) - row.log_total);
   const Real of_score = probability * (of_dropped * factor - row.dot);
-  return {probability * factor, of_score, of_score * score.slope + 0};  // + 0: no negative zero
+  return {probability * factor, of_score, of_score * score.slope + 0};  // adding 0 makes a negative zero positive
 }
 
 // ---- sums of products -----------------------------------------------------------------------------------------------
@@ -326,14 +327,14 @@ __device__ __forceinline__ bool all_finite(const Real (&numbers)[kRows][kColumns
   return zero == 0;
 }
 
-// The same for all threads of the block.
+// Whether the value is true in any thread of the block. All threads get the same answer.
 template <int kThreads>
 __device__ __forceinline__ bool any_thread(bool value) {
   return block_sum<kThreads>(value ? 1.0f : 0.0f) > 0;
 }
 
-// Calls compute(careful): first as if all were finite, and where the results are not (compute returns whether they
-// are) once more with care for what is not seen.
+// Calls compute(careful), which returns whether its results are finite: first without care, and if some thread's
+// results are not finite once more with care, so that what is not seen is left out whatever it holds.
 template <int kThreads, typename Compute>
 __device__ __forceinline__ void with_care(Compute compute) {
   bool careful = false;
@@ -342,7 +343,8 @@ __device__ __forceinline__ void with_care(Compute compute) {
 
 // ---- small kernels --------------------------------------------------------------------------------------------------
 
-// The results of splits: output is [splits, rows, value_width], sums [splits, rows]. Null where there is one split.
+// The results of splits: output is [splits, rows, value_width] and sums [splits, rows]. Both are null where there is
+// only one split.
 template <typename Real>
 struct Partials {
   Real* output;
@@ -350,7 +352,7 @@ struct Partials {
   int64_t rows;
 };
 
-// What forward returns of a row beside its output.
+// Writes what forward returns of a row beside its output.
 template <typename Real>
 __device__ __forceinline__ void set_row(const AttentionParams& params, int64_t row, const RowSums<Real>& sums) {
   const Real log_total = std::log(sums.total);  // -inf, as peak is, where there is no key
@@ -360,7 +362,7 @@ __device__ __forceinline__ void set_row(const AttentionParams& params, int64_t r
   statistics[0] = sums.peak, statistics[1] = log_total;
 }
 
-// Where a block writes what it found for the queries of a head: to the results, or to those of its split.
+// Where a block writes what it found for the queries of a head: to the tensors, or to the results of its split.
 template <typename T>
 class ForwardTarget {
  public:
@@ -389,7 +391,7 @@ class ForwardTarget {
   RowSums<Real>* const split_sums_;
 };
 
-// The outputs of splits, weighted by what their keys have of the sum, in the order of the splits.
+// Adds up the outputs of the splits in order, each weighted by its share of the sum of exponentials.
 template <typename T>
 __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
     attention_merge(const AttentionParams params, const Partials<RealOf<T>> partials, const int64_t splits,
@@ -424,14 +426,14 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
   }
 }
 
-// Whether dot is summed from the gradients of probabilities: where the output was rounded to a half type, and a
-// gradient of the mask would show it, as a sum over the row of what cancels.
+// Whether dot is summed from the gradients of probabilities. Where the output was rounded to a half type, a gradient of
+// the mask would show that, as it may sum over a row numbers that cancel.
 template <typename T>
 MYVISION_HOST_DEVICE bool sums_dot(const AttentionGradients& gradients) {
   return sizeof(T) < sizeof(RealOf<T>) && gradients.mask.data;
 }
 
-// RowStatistics, by a warp for each row. Where dot is summed it begins with the gradient of lse.
+// Writes the RowStatistics of all rows, a warp for each. Where sums_dot, dot is the gradient of lse at first.
 template <typename T>
 __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
     attention_backward_rows(const AttentionParams params, const AttentionGradients gradients,
@@ -460,7 +462,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kRowThreads, 1)
 
 // ---- the gradient of the mask ---------------------------------------------------------------------------------------
 
-// Where the gradient of a mask goes: of T, or of float.
+// Where the gradient of a mask goes, as numbers of the operator's type or as floats.
 struct MaskTarget {
   Strided4 mask;
   bool is_float;
@@ -475,12 +477,12 @@ MYVISION_HOST_DEVICE MaskDim mask_dim(const Strided4& mask, int dim, int64_t siz
   return mask.stride[dim] == 0 ? MaskDim{1, size} : MaskDim{size, 1};
 }
 
-// A tile of scores: of query i and key j on.
+// A tile of scores of a head, which begins with query i and key j.
 struct MaskPiece {
   int64_t b, head, i, j;
 };
 
-// A mask in tiles of kRows x kColumns of what it has of its own.
+// Cuts the elements that a mask has of its own into tiles of kRows x kColumns.
 template <int kRows, int kColumns>
 struct MaskCut {
   MaskDim batch, heads, rows, columns;
@@ -498,7 +500,8 @@ struct MaskCut {
     return {b, plane - b * heads.own, (line - plane * rows.own) * kRows, (index - line * columns.own) * kColumns};
   }
 
-  // Calls start(head, i) for all tiles of queries that share the piece, and after it add(head, i, j) for those of keys.
+  // Calls start(head, i) for every tile of queries that shares the piece, and then add(head, i, j) for every tile of
+  // keys that shares it too.
   template <typename T, typename Start, typename Add>
   __device__ __forceinline__ void visit(const AttentionParams& params, const MaskPiece& piece, Start start,
                                         Add add) const {
@@ -517,8 +520,8 @@ struct MaskCut {
   }
 };
 
-// Writes what a block of kThreads found for a piece, staged[column * pitch + row], summed over what shares an element:
-// over the rows, the columns, both or neither.
+// Writes what a block of kThreads found for a piece, staged[column * pitch + row]. It sums over the rows, the columns,
+// both or neither, where they share elements of the mask.
 template <typename T, int kThreads, int kRows, int kColumns>
 __device__ __forceinline__ void store_mask_gradient(const AttentionParams& params, const MaskTarget& target,
                                                     const MaskPiece& piece, const RealOf<T>* staged, int pitch) {

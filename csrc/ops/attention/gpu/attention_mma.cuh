@@ -1,4 +1,4 @@
-// attention on tensor cores: for half types whose rows are aligned, up to kMmaWidth wide.
+// attention on tensor cores, for half types whose rows are aligned and up to kMmaWidth wide.
 //
 // Four warps have a tile of R = 64 rows, 16 each, and go over tiles of C columns, of which the next is copied to shared
 // memory while one is computed. A warp's products stay in its registers, where they are what the next product takes.
@@ -21,36 +21,36 @@ inline constexpr int kMmaThreads = 32 * kMmaWarps;
 inline constexpr int kMmaWarpRows = 16;
 inline constexpr int kMmaRows = kMmaWarps * kMmaWarpRows;
 inline constexpr int kMmaWidth = 256;
-inline constexpr int kMmaPack = 8;  // elements of one access
+inline constexpr int kMmaPack = 8;  // elements of a pack of 16 bytes, which is copied at once
 
-// Columns of a tile: as many as registers and 99 KB of shared memory, which the smallest of these GPUs have, allow.
+// A tile has as many columns as registers allow, and 99 KB of shared memory, which the smallest of these GPUs have.
 template <int kWidth>
 inline constexpr int kForwardColumns = kWidth <= 64 ? 64 : 32;
 template <int kWidth>
 inline constexpr int kBackwardColumns = kWidth <= 64    ? 64
                                         : kWidth <= 128 ? 32
                                                         : 16;
-// Of a result's width; more would not fit into the registers.
+// How much of a result's width is computed at a time; more would not fit into the registers.
 template <int kWidth>
 inline constexpr int kMmaChunk = kWidth <= 128 ? kWidth : 128;
 
-// Elements of shared memory: tiles that stay, and the two stages of those that are gone over.
+// Elements of shared memory: those of the tiles of rows, which stay, and of two stages for the tiles of columns.
 template <int kWidth>
 inline constexpr int kForwardShared = (kMmaRows + 4 * kForwardColumns<kWidth>)*kWidth;
 template <int kWidth>
 inline constexpr int kBackwardShared = (2 * kMmaRows + 4 * kBackwardColumns<kWidth>)*kWidth;
-// Bytes of it beside them: any_thread's sums.
+// Bytes of shared memory that any_thread takes beside them.
 inline constexpr int kMmaVariableBytes = kBlockSumBytes<kMmaThreads, float>;
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
-// Where an element is. Packs are permuted within a row, so that those of eight rows are in different banks.
+// Where a tile has an element. Packs are permuted within a row, so that those of eight rows are in different banks.
 template <int kWidth, typename T>
 __device__ __forceinline__ T* element(T* tile, int row, int column) {
   return tile + row * kWidth + (column ^ row % 8 * kMmaPack);
 }
 
-// Has rows copied to a tile; what the matrix lacks is 0.
+// Starts copies of rows to a tile, and fills it with zeros where the matrix ends.
 template <int kWidth, int kRows, typename T>
 __device__ __forceinline__ void copy_tile(T* tile, const Matrix<T>& matrix, int64_t first) {
 #pragma unroll 2
@@ -67,7 +67,7 @@ __device__ __forceinline__ void copy_tile(T* tile, const Matrix<T>& matrix, int6
 
 __device__ __forceinline__ int mma_lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int mma_warp_row() { return threadIdx.x / 32 * kMmaWarpRows; }
-// Of number e of a fragment of products: its row and its column among 16 x 8.
+// The row and the column, among 16 x 8, of this lane's number e in a fragment.
 __device__ __forceinline__ int mma_row(int e) { return mma_lane() / 4 + e / 2 * 8; }
 __device__ __forceinline__ int mma_column(int e) { return mma_lane() % 4 * 2 + e % 2; }
 
@@ -76,12 +76,12 @@ __device__ __forceinline__ int mma_column(int e) { return mma_lane() % 4 * 2 + e
 template <int kColumns>
 using Fragments = float[kColumns / 8][4];
 
-// products[row][column] = the dot product of a's row, of the warp's 16 from `row` on, and b's.
+// products[row][column] = the dot product of row `row` of the warp's 16 rows of a, and row `column` of b.
 template <int kWidth, typename T, int kTiles>
 __device__ __forceinline__ void multiply_tiles(float (&products)[kTiles][4], T* a, T* b, int width) {
   const int lane = mma_lane(), line = lane % 8, matrix = lane / 8;
   set_zero(products);
-#pragma unroll 1  // more would take registers for addresses
+#pragma unroll 1  // unrolled it would need registers for more addresses
   for (int depth = 0; depth < width; depth += 16) {
     uint32_t of_a[4];
     ldmatrix<false>(of_a, element<kWidth>(a, mma_warp_row() + line + matrix % 2 * 8, depth + matrix / 2 * 8));
@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t pair_of(float low, float high) {
   return bits_of(HalfPair<T>{from_real<T>(low), from_real<T>(high)});
 }
 
-// Of both numbers of a register.
+// Changes both numbers of a register.
 template <typename T, typename Change>
 __device__ __forceinline__ uint32_t changed(uint32_t bits, Change change) {
   HalfPair<T> pair;
@@ -120,11 +120,12 @@ __device__ __forceinline__ uint32_t changed(uint32_t bits, Change change) {
   return pair_of<T>(change(to_real(pair.low)), change(to_real(pair.high)));
 }
 
-// sums += a * b as if what a has no weight for were not in b. A product of numbers that are neither infinite nor NaN,
-// and one that counts the others: infinities, in units of kPositive and kNegative, of which NaN is both.
+// sums += a * b, where unseen weights of a leave out numbers of b, whatever they are. One product takes the finite
+// numbers of b, another counts its infinities that are seen, in units of kPositive and kNegative. A NaN counts as both
+// infinities.
 template <typename T>
 __device__ __forceinline__ void careful_mma(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  constexpr int kPositive = 1, kNegative = 32;  // more than 16 rows can have of the other
+  constexpr int kPositive = 1, kNegative = 32;  // 16 numbers cannot add up to 32 by kPositive alone
   uint32_t seen[4], finite[2], others[2];
 #pragma unroll
   for (int i = 0; i < 4; ++i) seen[i] = changed<T>(a[i], [](float weight) { return is_unseen(weight) ? 0.0f : 1.0f; });
@@ -147,7 +148,7 @@ __device__ __forceinline__ void careful_mma(float (&sums)[4], const uint32_t (&a
   }
 }
 
-// results[row][column] += sum over the tile's rows of weights[row][them] * b's, from its column `first` on.
+// results[row][column] += sum over i of weights[row][i] * b[i][first + column], where b is a tile.
 template <int kWidth, typename T, int kTiles, int kResults>
 __device__ __forceinline__ void add_weighted_tiles(float (&results)[kResults][4], const float (&weights)[kTiles][4],
                                                    T* b, int first, int width, bool careful) {
@@ -173,8 +174,8 @@ __device__ __forceinline__ void add_weighted_tiles(float (&results)[kResults][4]
   }
 }
 
-// Calls compute(tile, stage) for the tiles of a range, each of which load(tile, stage) has had copied to one of two
-// stages while the one before was computed.
+// Calls compute(tile, stage) for the tiles of a range. load(tile, stage) starts the copy of a tile to one of two
+// stages, while the tile before is computed.
 template <int kColumns, typename Load, typename Compute>
 __device__ __forceinline__ void pipeline(const KeyRange& range, Load load, Compute compute) {
   int stage = 0;
@@ -186,20 +187,20 @@ __device__ __forceinline__ void pipeline(const KeyRange& range, Load load, Compu
     wait_for_copies<1>();
     __syncthreads();
     compute(tile, stage);
-    __syncthreads();  // the readers of the stage are done
+    __syncthreads();  // before the next load overwrites the stage
   }
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Over the lanes that share a row.
+// Combines the values of the four lanes that share a row.
 template <typename Combine>
 __device__ __forceinline__ float combine_quad(float value, Combine combine) {
   value = combine(value, shuffle_xor(value, 1));
   return combine(value, shuffle_xor(value, 2));
 }
 
-// The running softmax of a lane's two rows: sums are of its own columns.
+// The running softmax of a lane's two rows, of which it sums its own columns.
 template <typename T, int kChunk>
 struct MmaSoftmax {
   float highest[2], sum[2];
@@ -211,7 +212,7 @@ struct MmaSoftmax {
     sum[0] = sum[1] = 0;
   }
 
-  // Makes weights of the products of the block's queries from i and keys from j on.
+  // Turns the products of the block's queries, from i on, and keys, from j on, into weights.
   template <int kTiles>
   __device__ __forceinline__ void add_scores(float (&products)[kTiles][4], const Head<T>& head, int64_t i, int64_t j) {
     const Scores<T> scores(head);
@@ -231,7 +232,7 @@ struct MmaSoftmax {
     drop(products, head, i, j);
   }
 
-  // Output and what is known of row r, once all keys were added.
+  // Finishes the output of row r, and returns its sums, once all keys were added.
   template <int r>
   __device__ __forceinline__ RowSums<float> finish() {
     const float total = combine_quad(sum[r], [](float a, float b) { return a + b; });
@@ -244,7 +245,7 @@ struct MmaSoftmax {
   }
 
  private:
-  // Makes weights of the scores of row r, less the highest so far.
+  // Turns the scores of row r into weights, e^(score - the highest so far).
   template <int r, int kTiles>
   __device__ __forceinline__ void exponentiate(float (&scores)[kTiles][4]) {
     float most = highest[r];
@@ -308,7 +309,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
     constexpr int kColumns = kForwardColumns<kWidth>, kTile = kColumns * kWidth;
     constexpr int kChunk = kMmaChunk<kWidth>;
     MYVISION_DYNAMIC_SHARED(T, queries, kMmaVariableBytes);
-    T* const stages = queries + kMmaRows * kWidth;  // of each the keys, then the values
+    T* const stages = queries + kMmaRows * kWidth;  // each has a tile of keys, then one of values
     const int width = static_cast<int>(params.width), value_width = static_cast<int>(params.value_width);
     const int64_t count = cut.count();
     for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
@@ -352,9 +353,9 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// Calls visit(tile, e, gradient) for each of a lane's products, of which the gradients of the dropped probabilities are
-// given. The block's rows begin at `row` and its columns at `column`: of keys and queries where kOfKeys, else the other
-// way round.
+// Calls visit(tile, e, gradient) for each of a lane's products. of_dropped are the gradients of the probabilities after
+// dropout. The block's rows begin at `row` and its columns at `column`. Where kOfKeys rows are keys and columns are
+// queries, else the other way round.
 template <typename T, bool kOfKeys, int kTiles, typename Visit>
 __device__ __forceinline__ void visit_fragment_gradients(const float (&products)[kTiles][4],
                                                          const float (&of_dropped)[kTiles][4], const Head<T>& head,
@@ -369,7 +370,7 @@ __device__ __forceinline__ void visit_fragment_gradients(const float (&products)
   const auto statistics_of = [&](int64_t i) {
     return i < head.sequence.queries ? statistics[head.row(i)] : no_row<float>();
   };
-  RowStatistics<float> of_lines[2];  // of the lane's queries: its rows, or the columns of a fragment
+  RowStatistics<float> of_lines[2];  // those of the lane's two queries, in rows or in columns of a fragment
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     PhiloxWords words{};
@@ -386,7 +387,7 @@ __device__ __forceinline__ void visit_fragment_gradients(const float (&products)
   }
 }
 
-// The gradient of query or, where kOfKeys, those of key and value.
+// Computes the gradient of query or, where kOfKeys, those of key and value.
 template <typename T, int kWidth, bool kOfKeys>
 __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
     attention_backward_mma(const AttentionParams params, const AttentionGradients gradients,
@@ -394,16 +395,16 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
   if constexpr (kHasMma) {
     constexpr int kColumns = kBackwardColumns<kWidth>, kTile = kColumns * kWidth;
     constexpr int kChunk = kMmaChunk<kWidth>;
-    MYVISION_DYNAMIC_SHARED(T, rows, kMmaVariableBytes);  // of query or key
-    T* const value_rows = rows + kMmaRows * kWidth;       // of grad_output or value
-    T* const stages = value_rows + kMmaRows * kWidth;     // of each the same of the other side
+    MYVISION_DYNAMIC_SHARED(T, rows, kMmaVariableBytes);  // rows of query, or of key where kOfKeys
+    T* const value_rows = rows + kMmaRows * kWidth;       // rows of grad_output, or of value where kOfKeys
+    T* const stages = value_rows + kMmaRows * kWidth;     // each has a tile of key and value, or query and grad_output
     const int width = static_cast<int>(params.width), value_width = static_cast<int>(params.value_width);
     const int64_t count = cut.count(), sharing = kOfKeys ? divide(params.heads, params.key_heads) : 1;
     for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
       const Piece piece = piece_of(cut, index);
       const int64_t first = piece.tile.first;
       const int chunk = static_cast<int>(piece.chunk) * kChunk;
-      Fragments<kChunk> of_product_side, of_value_side;  // of query or key; of value
+      Fragments<kChunk> of_product_side, of_value_side;  // the gradients of query or key, and of value
       with_care<kMmaThreads>([&](bool careful) {
         set_zero(of_product_side), set_zero(of_value_side);
         for (int64_t member = 0; member < sharing; ++member) {
@@ -481,7 +482,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
       cut.template visit<T>(
           params, piece,
           [&](const Head<T>& head, int64_t i) {
-            __syncthreads();  // the readers of what was there are done
+            __syncthreads();  // before the tile of queries is overwritten
             copy_tile<kWidth, kMmaRows>(queries, head.of_queries(params.query, width), i);
             copy_tile<kWidth, kMmaRows>(of_outputs, head.of_queries(gradients.output, value_width), i);
           },
@@ -501,7 +502,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(kMmaThreads, 1)
           });
       float* const staged = reinterpret_cast<float*>(queries);
       commit_copies();
-      wait_for_copies<0>();  // also those that no tile of keys has waited for
+      wait_for_copies<0>();  // copies of queries that no tile of keys has waited for
       __syncthreads();
       visit_fragments(sums, 0, [&](int row, int column, float number) { staged[column * kPitch + row] = number; });
       __syncthreads();

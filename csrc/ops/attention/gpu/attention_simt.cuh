@@ -1,4 +1,4 @@
-// attention by multiply-adds of single threads: for every type, width, stride and GPU.
+// attention by multiply-adds of single threads, for every type, width, stride and GPU.
 //
 // A block has a tile of R = kRows rows, goes over tiles of C = kColumns columns, and keeps C x R weights in shared
 // memory, with which it multiplies rows a second time. Results that are wider than kChunk are computed in chunks, for
@@ -20,15 +20,15 @@ struct SimtTile {
   using Real = RealOf<T>;
   static constexpr bool kIsDouble = std::is_same_v<Real, double>;
   static constexpr int kThreads = 256;
-  static constexpr int kAcross = 16;                     // threads side by side, which share their rows
-  static constexpr int kThreadRows = kIsDouble ? 2 : 4;  // neighbours
-  static constexpr int kThreadColumns = 4;               // neighbours
-  // Of them, kColumns apart, in a result: what leaves registers to all else.
+  static constexpr int kAcross = 16;                     // threads side by side, which share rows
+  static constexpr int kThreadRows = kIsDouble ? 2 : 4;  // neighbouring rows of a thread
+  static constexpr int kThreadColumns = 4;               // neighbouring columns of a thread, a group
+  // A thread has so many groups of columns, kColumns apart, of a result. More would not fit into its registers.
   static constexpr int kMostGroups = std::is_same_v<T, float> ? 2 : 1;
   static constexpr int kRows = kThreads / kAcross * kThreadRows;
-  static constexpr int kColumns = kAcross * kThreadColumns;  // of the scores
+  static constexpr int kColumns = kAcross * kThreadColumns;  // columns of a tile of scores
   static constexpr int kDepth = kIsDouble ? 8 : 16;          // numbers of each row or column that are staged at a time
-  static constexpr int kPad = kVectorBytes / sizeof(Real);   // against bank conflicts
+  static constexpr int kPad = kVectorBytes / sizeof(Real);   // it avoids bank conflicts
   static constexpr int kRowPitch = kRows + kPad, kColumnPitch = kColumns + kPad,
                        kChunkPitch = kColumns * kMostGroups + kPad;
   static constexpr int kStaged =
@@ -38,15 +38,15 @@ struct SimtTile {
   template <int kGroups>
   using Results = Real[kThreadRows][kGroups * kThreadColumns];
   template <int kGroups>
-  static constexpr int kChunk = kColumns * kGroups;  // of the width, that results have
+  static constexpr int kChunk = kColumns * kGroups;  // how much of a result's width is computed at a time
 
   static __device__ __forceinline__ int row() { return threadIdx.x / kAcross * kThreadRows; }
   static __device__ __forceinline__ int column() { return threadIdx.x % kAcross * kThreadColumns; }
-  // Of a thread's value among the weights of a tile.
+  // The place of a thread's value [r][c] among the weights of a tile.
   static __device__ __forceinline__ int place(int r, int c) { return (column() + c) * kRowPitch + row() + r; }
 };
 
-// kWeights: how many tiles of weights are kept.
+// Shared memory with kWeights tiles of weights.
 template <typename T, int kWeights>
 struct alignas(kVectorBytes) SimtShared {
   using Tile = SimtTile<T>;
@@ -67,7 +67,8 @@ __device__ __forceinline__ void load_numbers(Real (&numbers)[kCount], const Real
   }
 }
 
-// Adds the products of kDepth staged rows a[depth][row] and b[depth][column]. kSkips: unseen numbers of a are left out.
+// Adds the products of kDepth staged rows a[depth][row] and b[depth][column]. Where kSkips unseen numbers of a are left
+// out.
 template <typename T, bool kSkips, int kSums>
 __device__ __forceinline__ void add_products(typename SimtTile<T>::Real (&sums)[SimtTile<T>::kThreadRows][kSums],
                                              const typename SimtTile<T>::Real* a, const typename SimtTile<T>::Real* b,
@@ -108,7 +109,7 @@ __device__ __forceinline__ void stage_transposed(const Matrix<T>& matrix, int64_
   }
 }
 
-// products[row][column] = the dot product of a's row and b's.
+// products[row][column] = the dot product of row `row` of a and row `column` of b.
 template <typename T>
 __device__ __forceinline__ void multiply_rows(typename SimtTile<T>::Values& products, const Matrix<T>& a,
                                               int64_t first_a, const Matrix<T>& b, int64_t first_b,
@@ -117,7 +118,7 @@ __device__ __forceinline__ void multiply_rows(typename SimtTile<T>::Values& prod
   auto* const of_columns = staged + Tile::kDepth * Tile::kRowPitch;
   set_zero(products);
   for (int64_t depth = 0; depth < a.columns; depth += Tile::kDepth) {
-    __syncthreads();  // the readers of what was staged before are done
+    __syncthreads();  // before what is staged is overwritten
     stage_transposed<Tile::kRows>(a, first_a, depth, staged, Tile::kRowPitch);
     stage_transposed<Tile::kColumns>(b, first_b, depth, of_columns, Tile::kColumnPitch);
     __syncthreads();
@@ -136,8 +137,8 @@ __device__ __forceinline__ void store_values(const typename SimtTile<T>::Values&
   }
 }
 
-// results[row][column] += sum over the tile's columns of weights[them][row] * b's row, from its column `chunk` on.
-// careful: b may hold what unseen weights must not meet.
+// results[row][column] += sum over i of weights[i][row] * b[first_b + i][chunk + column]. Where careful, rows that are
+// not seen are left out whatever they hold.
 template <typename T, int kSums>
 __device__ __forceinline__ void add_weighted_rows(RealOf<T> (&results)[SimtTile<T>::kThreadRows][kSums],
                                                   const typename SimtTile<T>::Real* weights, const Matrix<T>& b,
@@ -147,7 +148,7 @@ __device__ __forceinline__ void add_weighted_rows(RealOf<T> (&results)[SimtTile<
   constexpr int kChunk = kSums * Tile::kAcross;
   const int64_t columns = min(b.columns - chunk, int64_t(kChunk));
   for (int depth = 0; depth < Tile::kColumns; depth += Tile::kDepth) {
-    __syncthreads();  // the readers of what was staged before are done, the writers of weights too
+    __syncthreads();  // before what is staged is overwritten, and after the weights were written
 #pragma unroll 2
     for (int i = threadIdx.x; i < Tile::kDepth * kChunk; i += Tile::kThreads) {
       const int row = i / kChunk, column = i % kChunk;
@@ -175,7 +176,7 @@ __device__ __forceinline__ void visit_results(const RealOf<T> (&row)[kSums], Vis
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Over the threads that share a row.
+// Combines the values of the threads that share a row.
 template <typename T, typename Combine>
 __device__ __forceinline__ RealOf<T> combine_row(RealOf<T> value, Combine combine) {
 #pragma unroll
@@ -185,7 +186,7 @@ __device__ __forceinline__ RealOf<T> combine_row(RealOf<T> value, Combine combin
   return value;
 }
 
-// The running softmax of a thread's rows: sums are of its own columns.
+// The running softmax of a thread's rows, of which it sums its own columns.
 template <typename T>
 struct SimtSoftmax {
   using Tile = SimtTile<T>;
@@ -199,8 +200,8 @@ struct SimtSoftmax {
     for (int r = 0; r < Tile::kThreadRows; ++r) highest[r] = kMinusInfinity<Real>, sum[r] = 0;
   }
 
-  // Makes weights of the products of queries from i and keys from j on. What takes many registers is done in shared
-  // memory, row by row.
+  // Turns the products of queries, from i on, and keys, from j on, into weights. Scores and dropout take many
+  // registers, so they are computed in shared memory, row by row.
   __device__ __forceinline__ void add_scores(const typename Tile::Values& products, const Head<T>& head, int64_t i,
                                              int64_t j, Real* weights) {
     const Scores<T> scores(head);
@@ -225,7 +226,7 @@ struct SimtSoftmax {
     }
   }
 
-  // Output and what is known of a row, once all keys were added.
+  // Finishes the output of a row, and returns its sums, once all keys were added.
   __device__ __forceinline__ RowSums<Real> finish(int r) {
     const Real total = combine_row<T>(sum[r], [](Real a, Real b) { return a + b; });
 #pragma unroll
@@ -234,7 +235,7 @@ struct SimtSoftmax {
   }
 
  private:
-  // Makes weights of the scores of a row, less the highest so far.
+  // Turns the scores of a row into weights, e^(score - the highest so far).
   __device__ __forceinline__ void exponentiate(int r, Real* weights) {
     Real most = highest[r];
 #pragma unroll
@@ -281,7 +282,7 @@ __global__ void MYVISION_LAUNCH_BOUNDS(SimtTile<T>::kThreads, 1)
       for (int64_t j = range.first; j < range.last; j += Tile::kColumns) {
         typename Tile::Values products;
         multiply_rows<T>(products, query, first, key, j, shared.staged);
-        __syncthreads();  // where the width is 0 nobody has waited for the readers of weights
+        __syncthreads();  // before weights are overwritten: multiply_rows has not waited where the width is 0
         softmax.add_scores(products, head, first + Tile::row(), j + Tile::column(), shared.weights[0]);
         add_weighted_rows<T>(softmax.output, shared.weights[0], value, j, chunk, careful, shared.staged);
       }
@@ -313,8 +314,9 @@ __device__ __forceinline__ void store_results(const Matrix<T>& matrix, bool want
   }
 }
 
-// Makes the gradients of a thread's products, of which the first is that of query i and key j of the tile: calls
-// store(number, gradient) with the number of each among the weights. Rows are keys where kOfKeys, else queries.
+// Calls store(place, gradient) for each of a thread's products, with its place among the weights of a tile. The tile
+// begins with query i and key j; its rows are keys where kOfKeys, else queries. of_dropped are the gradients of the
+// probabilities after dropout.
 template <typename T, bool kOfKeys, typename Store>
 __device__ __forceinline__ void visit_gradients(const typename SimtTile<T>::Values& products,
                                                 const typename SimtTile<T>::Values& of_dropped, const Head<T>& head,
@@ -328,10 +330,10 @@ __device__ __forceinline__ void visit_gradients(const typename SimtTile<T>::Valu
   const Dropout<T> dropout(head);
   i += kOfKeys ? Tile::column() : Tile::row();
   j += kOfKeys ? Tile::row() : Tile::column();
-  __syncthreads();  // the readers of weights are done
+  __syncthreads();  // before weights are overwritten
   store_values<T>(products, shared.weights[0]);
   store_values<T>(of_dropped, shared.weights[1]);
-#pragma unroll 1  // from shared memory, so that registers do not have to hold all that a score takes 16 times
+#pragma unroll 1  // unrolled, registers would have to hold all that a score takes 16 times
   for (int q = 0; q < kQueries; ++q) {
     const RowStatistics<Real> row = i + q < head.sequence.queries ? statistics[head.row(i + q)] : no_row<Real>();
     const PhiloxWords words = dropout.words(i + q, j / 4);
@@ -349,7 +351,7 @@ __device__ __forceinline__ void visit_gradients(const typename SimtTile<T>::Valu
 template <typename T, bool kOfKeys>
 inline constexpr int kBackwardGroups = kOfKeys ? 1 : SimtTile<T>::kMostGroups;
 
-// The gradient of query or, where kOfKeys, those of key and value.
+// Computes the gradient of query or, where kOfKeys, those of key and value.
 template <typename T, bool kOfKeys>
 __global__ void MYVISION_LAUNCH_BOUNDS(SimtTile<T>::kThreads, 1)
     attention_backward_simt(const AttentionParams params, const AttentionGradients gradients,
@@ -363,7 +365,8 @@ __global__ void MYVISION_LAUNCH_BOUNDS(SimtTile<T>::kThreads, 1)
   for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
     const Piece piece = piece_of(cut, index);
     const int64_t first = piece.tile.first, chunk = piece.chunk * Tile::template kChunk<kGroups>;
-    typename Tile::template Results<kGroups> of_product_side, of_value_side;  // of query or key; of value
+    // The gradients of query or key, and of value.
+    typename Tile::template Results<kGroups> of_product_side, of_value_side;
     with_care<Tile::kThreads>([&](bool careful) {
       set_zero(of_product_side), set_zero(of_value_side);
       for (int64_t member = 0; member < sharing; ++member) {

@@ -215,52 +215,65 @@ struct Forward : Common<In, T> {
   using Base::kPanel, Base::kVector, Base::l, Base::p, Base::tiling, Base::workers;
 
   const int64_t product_row = padded_row(Base::panels * kPanel);
-  const int64_t plan_size = l.range_taps * kPlanTap;
-  const int64_t scratch_size = plan_size + tiling.pixels() * (Base::columns_row + product_row);
   const int64_t images = std::clamp(kImageBytes / int64_t(l.blocks(p) * l.slice() * sizeof(T)), int64_t(1), p.batch);
 
-  const int64_t packed_size = l.units * Base::weight_unit;
-  const int64_t slices_size = images * l.blocks(p) * l.slice();
-  const Workspace memory{
-      int64_t((slices_size + packed_size + p.groups * product_row + workers * scratch_size) * sizeof(T))};
-  T* const slices = memory.template as<T>();
-  T* const packed = slices + slices_size;
-  T* const bias = packed + packed_size;
-  T* const scratch = bias + p.groups * product_row;
+  struct Scratch {
+    T *plan, *columns, *product;
+  };
+  Scratch carve_scratch(Carver& memory) const {
+    return {memory.take<T>(l.range_taps * kPlanTap), memory.take<T>(tiling.pixels() * Base::columns_row),
+            memory.take<T>(tiling.pixels() * product_row)};
+  }
+  const int64_t scratch_bytes = bytes_of([this](Carver& memory) { carve_scratch(memory); });
+
+  struct Memory {
+    T *slices, *packed, *bias;
+    char* scratches;  // a Scratch of each worker
+  };
+  Memory carve_memory(Carver& memory) const {
+    return {memory.take<T>(images * l.blocks(p) * l.slice()), memory.take<T>(l.units * Base::weight_unit),
+            memory.take<T>(p.groups * product_row), memory.take<char>(workers * scratch_bytes)};
+  }
+  const Workspace workspace{bytes_of([this](Carver& memory) { carve_memory(memory); })};
+  const Memory memory = workspace.carve([this](Carver& memory) { return carve_memory(memory); });
 
   explicit Forward(const DeformConv2dParams& params)
       : Base(params, 1, Base::worthwhile_workers(params, num_threads())) {}
 
   void run() {
     load_bias();
-    Base::pack_weight(packed);
+    Base::pack_weight(memory.packed);
     const int64_t blocks = l.blocks(p);
     for (int64_t first = 0; first < p.batch; first += images) {
       const int64_t count = std::min(images, p.batch - first);
       parallel_tasks(workers, count * blocks, [&](int64_t i, int64_t) {
-        Base::load_slice(first + i / blocks, Block(l, i % blocks), slices + i * l.slice());
+        Base::load_slice(first + i / blocks, Block(l, i % blocks), memory.slices + i * l.slice());
       });
       parallel_tasks(workers, count * tiling.count, [&](int64_t i, int64_t worker) {
         const int64_t n = i / tiling.count;
-        run_tile(first + n, slices + n * blocks * l.slice(), tiling[i % tiling.count], scratch + worker * scratch_size);
+        run_tile(first + n, memory.slices + n * blocks * l.slice(), tiling[i % tiling.count], scratch(worker));
       });
     }
   }
 
   void load_bias() {
-    std::memset(bias, 0, p.groups * product_row * sizeof(T));
+    std::memset(memory.bias, 0, p.groups * product_row * sizeof(T));
     if (!p.bias.data) return;
     for (int64_t g = 0; g < p.groups; ++g)
       copy_row<T>(Base::at(p.bias, g * Base::group_outputs), p.bias.stride[0], Base::group_outputs,
-                  bias + g * product_row, 1);
+                  memory.bias + g * product_row, 1);
   }
 
-  void run_tile(int64_t image, const T* image_slices, const Tile& tile, T* plan) const {
-    T *columns = plan + plan_size, *product = columns + tiling.pixels() * Base::columns_row;
+  Scratch scratch(int64_t worker) const {
+    Carver own(memory.scratches + worker * scratch_bytes);
+    return carve_scratch(own);
+  }
+  void run_tile(int64_t image, const T* image_slices, const Tile& tile, const Scratch& own) const {
+    const auto [plan, columns, product] = own;
     int64_t planned = -1;  // the offset group and range of taps in the plan
     for (int64_t g = 0; g < p.groups; ++g) {
       for (int64_t q = 0; q < tile.pixels(); ++q)
-        std::memcpy(product + q * product_row, bias + g * product_row, product_row * sizeof(T));
+        std::memcpy(product + q * product_row, memory.bias + g * product_row, product_row * sizeof(T));
       for (int64_t u = g * l.units_per_group; u < (g + 1) * l.units_per_group; ++u) {
         const Unit unit(l, u);
         for (int64_t range = 0; range < l.ranges; ++range) {
@@ -281,7 +294,7 @@ struct Forward : Common<In, T> {
   }
 
   void multiply(const Unit& unit, int64_t range, int64_t depth, int64_t pixels, const T* columns, T* product) const {
-    const T* weight = Base::packed_range(packed, unit, range);
+    const T* weight = Base::packed_range(memory.packed, unit, range);
     for (int64_t panel = 0; panel < Base::panels; ++panel, weight += Base::unit_columns * kPanel)
       gemm_panel<T>({columns, Base::columns_row, 1}, {weight, kPanel}, pixels, depth, product + panel * kPanel,
                     product_row, true, weight + Base::unit_columns * kPanel);
@@ -320,44 +333,55 @@ struct Backward : Common<In, T> {
 
   const int64_t packed_size = round_up(Base::unit_columns, kPanel) * Base::group_outputs;  // of a unit and range
   const int64_t unit_slices = l.blocks_per_unit * l.slice() + kVector;
-  const int64_t scratch_size = l.range_taps * kPlanTap + tiling.pixels() * Base::columns_row + 2 * unit_slices;
   const int64_t out_image = p.out_height * p.out_width;
   const int64_t offsets_image = p.offset_groups * l.taps * 3 * out_image;
-
-  const int64_t gradients_size = images * grad_image;  // [image][tile][pixel][channel]
-  const int64_t all_packed = want_columns ? l.units * l.ranges * packed_size : 0;
   const int64_t offsets_size = want_offsets ? images * offsets_image : 0;          // of each of the offset_shares
   const int64_t weight_size = grad.weight.data ? l.units * Base::weight_unit : 0;  // of each share of the images
-  const int64_t bias_size = images * tiling.count * p.out_channels;                // of the tiles
-  const Workspace memory{
-      int64_t((gradients_size + all_packed + offset_shares * offsets_size + image_shares * weight_size + bias_size +
-               p.out_channels + unit_shares * image_shares * scratch_size) *
-              sizeof(T))};
-  T* const gradients = memory.template as<T>();
-  T* const packed = gradients + gradients_size;
-  T* const weight_sums = packed + all_packed;
-  T* const scratch = weight_sums + image_shares * weight_size;
-  T* const offset_sums = scratch + unit_shares * image_shares * scratch_size;
-  T* const bias_sums = offset_sums + offset_shares * offsets_size;
-  T* const bias_total = bias_sums + bias_size;
+
+  struct Scratch {
+    T *plan, *columns, *slices, *grad_slices;
+  };
+  Scratch carve_scratch(Carver& memory) const {
+    return {memory.take<T>(l.range_taps * kPlanTap), memory.take<T>(tiling.pixels() * Base::columns_row),
+            memory.take<T>(unit_slices), memory.take<T>(unit_slices)};
+  }
+  const int64_t scratch_bytes = bytes_of([this](Carver& memory) { carve_scratch(memory); });
+
+  struct Memory {
+    T* gradients;  // [image][tile][pixel][channel]
+    T *packed, *weight_sums;
+    char* scratches;  // a Scratch of each worker
+    T *offset_sums, *bias_sums, *bias_total;
+  };
+  Memory carve_memory(Carver& memory) const {
+    return {memory.take<T>(images * grad_image),
+            memory.take<T>(want_columns ? l.units * l.ranges * packed_size : 0),
+            memory.take<T>(image_shares * weight_size),
+            memory.take<char>(unit_shares * image_shares * scratch_bytes),
+            memory.take<T>(offset_shares * offsets_size),
+            memory.take<T>(images * tiling.count * p.out_channels),
+            memory.take<T>(p.out_channels)};
+  }
+  const Workspace workspace{bytes_of([this](Carver& memory) { carve_memory(memory); })};
+  const Memory memory = workspace.carve([this](Carver& memory) { return carve_memory(memory); });
 
   Backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, int64_t most_workers)
       : Base(params, most_workers, most_workers), grad(gradients) {}
 
   void run() {
     if (want_columns) pack_transposed_weight();
-    if (grad.weight.data) clear(weight_sums, image_shares * weight_size);
-    std::fill_n(bias_total, p.out_channels, T(0));
+    if (grad.weight.data) clear(memory.weight_sums, image_shares * weight_size);
+    std::fill_n(memory.bias_total, p.out_channels, T(0));
     for (int64_t first = 0; first < p.batch; first += images) {
       const int64_t count = std::min(images, p.batch - first);
       parallel_tasks(workers, count * tiling.count, [&](int64_t i, int64_t) { load_tile(first, i); });
       if (grad.bias.data) add_bias(count * tiling.count);
-      if (want_offsets) clear(offset_sums, offset_shares * offsets_size);
+      if (want_offsets) clear(memory.offset_sums, offset_shares * offsets_size);
       if (want_columns || grad.weight.data) run_units(first, count);
       if (want_offsets) store_offsets(first, count);
     }
     if (grad.weight.data) store_weight();
-    if (grad.bias.data) copy_row<T>(bias_total, 1, p.out_channels, Base::out(grad.bias, 0), grad.bias.stride[0]);
+    if (grad.bias.data) copy_row<T>(memory.bias_total, 1, p.out_channels, Base::out(grad.bias, 0), grad.bias.stride[0]);
   }
 
   static void clear(T* sums, int64_t count) {
@@ -367,7 +391,7 @@ struct Backward : Common<In, T> {
 
   // ---- the gradient of the output, and of the bias
   T* tile_gradient(int64_t image, int64_t tile) const {
-    return gradients + (image * tiling.count + tile) * tiling.pixels() * grad_row;
+    return memory.gradients + (image * tiling.count + tile) * tiling.pixels() * grad_row;
   }
   void load_tile(int64_t first, int64_t i) const {
     const int64_t image = i / tiling.count;
@@ -377,19 +401,19 @@ struct Backward : Common<In, T> {
       load_pixels(Base::at(p.output, first + image, 0, tile.y + y, tile.x), p.output.stride[1], p.output.stride[3],
                   p.out_channels, tile.width, to + y * grad_row, tile.height * grad_row);
     if (!grad.bias.data) return;
-    T* sum = bias_sums + i * p.out_channels;
+    T* sum = memory.bias_sums + i * p.out_channels;
     std::fill_n(sum, p.out_channels, T(0));
     for (int64_t q = 0; q < tile.pixels(); ++q)
       for (int64_t k = 0; k < p.out_channels; ++k) sum[k] += to[q * grad_row + k];
   }
   void add_bias(int64_t tiles) const {
     for (int64_t i = 0; i < tiles; ++i)
-      for (int64_t k = 0; k < p.out_channels; ++k) bias_total[k] += bias_sums[i * p.out_channels + k];
+      for (int64_t k = 0; k < p.out_channels; ++k) memory.bias_total[k] += memory.bias_sums[i * p.out_channels + k];
   }
 
   // ---- weight^T in panels of columns: [unit][range][panel][output][kPanel columns]
   T* packed_columns(const Unit& unit, int64_t range) const {
-    return packed + (unit.index * l.ranges + range) * packed_size;
+    return memory.packed + (unit.index * l.ranges + range) * packed_size;
   }
   void pack_transposed_weight() const {
     const Workspace by_outputs(l.units * Base::weight_unit * sizeof(T));
@@ -411,6 +435,10 @@ struct Backward : Common<In, T> {
   }
 
   // ---- the work
+  Scratch scratch(int64_t worker) const {
+    Carver own(memory.scratches + worker * scratch_bytes);
+    return carve_scratch(own);
+  }
   int64_t first_unit(int64_t share) const { return share * l.units / unit_shares; }
   // Whether some offset group has channels in two shares, which then need sums of their own.
   bool shares_meet_in_an_offset_group() const {
@@ -425,18 +453,18 @@ struct Backward : Common<In, T> {
     parallel_for(0, unit_shares * image_shares, 1, [&](int64_t begin, int64_t end) {
       for (int64_t worker = begin; worker < end; ++worker) {
         const int64_t i = worker % unit_shares, j = worker / unit_shares;
+        const Scratch own = scratch(worker);
         for (int64_t u = first_unit(i); u < first_unit(i + 1); ++u)
           for (int64_t n = j * count / image_shares; n < (j + 1) * count / image_shares; ++n)
-            run_unit(Unit(l, u), first + n, n, offset_sums + i % offset_shares * offsets_size + n * offsets_image,
-                     weight_sums + j * weight_size, scratch + worker * scratch_size);
+            run_unit(Unit(l, u), first + n, n,
+                     memory.offset_sums + i % offset_shares * offsets_size + n * offsets_image,
+                     memory.weight_sums + j * weight_size, own);
       }
     });
   }
 
-  void run_unit(const Unit& unit, int64_t image, int64_t n, T* offsets, T* weights, T* plan) const {
-    T* columns = plan + l.range_taps * kPlanTap;
-    T* slices = columns + tiling.pixels() * Base::columns_row;
-    T* grad_slices = slices + unit_slices;
+  void run_unit(const Unit& unit, int64_t image, int64_t n, T* offsets, T* weights, const Scratch& own) const {
+    const auto [plan, columns, slices, grad_slices] = own;
     for (int64_t b = unit.first_block; b < unit.last_block; ++b)
       Base::load_slice(image, Block(l, b), slices + (b - unit.first_block) * l.slice());
     if (grad.input.data) std::memset(grad_slices, 0, unit_slices * sizeof(T));
@@ -516,7 +544,7 @@ struct Backward : Common<In, T> {
     const int64_t per_image = p.offset_groups * l.taps;
     parallel_tasks(workers, count * per_image, [&](int64_t i, int64_t) {
       const int64_t n = i / per_image, tap = i % per_image;
-      T* sums = offset_sums + n * offsets_image + tap * 3 * out_image;
+      T* sums = memory.offset_sums + n * offsets_image + tap * 3 * out_image;
       add_shares(sums, offset_shares, offsets_size, 0, 3 * out_image);
       with_offset_type<In, T>(p, [&](auto* type) {
         store_plane(sums, type, grad.offset, first + n, 2 * tap);
@@ -533,7 +561,7 @@ struct Backward : Common<In, T> {
   }
 
   void store_weight() const {
-    T* sums = weight_sums;
+    T* sums = memory.weight_sums;
     parallel_for(0, weight_size, 1 << 14,
                  [&](int64_t first, int64_t last) { add_shares(sums, image_shares, weight_size, first, last); });
     if (const auto order = Base::column_order(grad.weight))
@@ -546,7 +574,7 @@ struct Backward : Common<In, T> {
   template <typename W>
   void unpack_weight(W* weight, int64_t row, const typename Base::ColumnOrder& order) const {
     parallel_tasks(workers, l.units, [&](int64_t unit, int64_t) {
-      Base::template convert_weight<false>(Unit(l, unit), weight, row, order, weight_sums);
+      Base::template convert_weight<false>(Unit(l, unit), weight, row, order, memory.weight_sums);
     });
   }
 };
@@ -557,9 +585,9 @@ void forward(const DeformConv2dParams& params) {
   with_type(params.dtype, [&]<typename In>(In*) { Forward<In>(params).run(); });
 }
 
-void backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, const bool& deterministic) {
+void backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
   with_type(params.dtype, [&]<typename In>(In*) {
-    const int64_t most = deterministic ? kDeterministicWorkers : num_threads();
+    const int64_t most = gradients.deterministic ? kDeterministicWorkers : num_threads();
     Backward<In>(params, gradients, Common<In>::worthwhile_workers(params, most)).run();
   });
 }

@@ -190,10 +190,10 @@ void launch_input_ordered(const DeformConv2dParams& params, const T* weight, con
 // Gradients of input, offset and mask for a part of the batch. grad_input is of RealOf<T>, or absent.
 template <typename T>
 void backward_columns(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
-                      const Strided4& grad_input, bool deterministic, const T* weight, GpuStream stream) {
+                      const Strided4& grad_input, const T* weight, GpuStream stream) {
   if (grad_input.data) write_input<RealOf<T>>(params, grad_input, nullptr, stream);
-  if (grad_input.data && deterministic) launch_input_ordered(params, weight, grad_input, stream);
-  const Strided4 by_atomics = deterministic ? Strided4{} : grad_input;
+  if (grad_input.data && gradients.deterministic) launch_input_ordered(params, weight, grad_input, stream);
+  const Strided4 by_atomics = gradients.deterministic ? Strided4{} : grad_input;
   if (by_atomics.data || gradients.offset.data || gradients.mask.data) {
     launch_columns(params, weight, by_atomics, gradients, stream);
   }
@@ -201,7 +201,7 @@ void backward_columns(const DeformConv2dParams& params, const DeformConv2dGradie
 
 template <typename T>
 void backward_input_offset_mask(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
-                                bool deterministic, void* workspace, GpuStream stream) {
+                                void* workspace, GpuStream stream) {
   using Real = RealOf<T>;
   T* weight = static_cast<T*>(workspace);
   auto* sums = reinterpret_cast<Real*>(static_cast<char*>(workspace) + packed_weight_bytes(params));
@@ -211,10 +211,10 @@ void backward_input_offset_mask(const DeformConv2dParams& params, const DeformCo
     const DeformConv2dParams part = images_of(params, first, std::min(step, params.batch - first));
     const DeformConv2dGradients wanted = images_of(params, gradients, first);
     if (accumulates_in_workspace(params, gradients)) {
-      backward_columns(part, wanted, dense_input(part, sums), deterministic, weight, stream);
+      backward_columns(part, wanted, dense_input(part, sums), weight, stream);
       write_input<T>(part, wanted.input, sums, stream);
     } else {
-      backward_columns(part, wanted, wanted.input, deterministic, weight, stream);
+      backward_columns(part, wanted, wanted.input, weight, stream);
     }
   }
 }
@@ -243,9 +243,9 @@ void backward_bias(const DeformConv2dParams& params, const Strided4& grad_bias, 
 
 // The parts share the workspace: the stream runs one after the other.
 template <typename T>
-const char* backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, bool deterministic,
-                     void* workspace, GpuStream stream) {
-  if (needs_columns(gradients)) backward_input_offset_mask<T>(params, gradients, deterministic, workspace, stream);
+const char* backward(const DeformConv2dParams& params, const DeformConv2dGradients& gradients, void* workspace,
+                     GpuStream stream) {
+  if (needs_columns(gradients)) backward_input_offset_mask<T>(params, gradients, workspace, stream);
   if (gradients.weight.data) backward_weight<T>(params, gradients.weight, workspace, stream);
   if (gradients.bias.data) backward_bias<T>(params, gradients.bias, stream);
   return launch_error();
@@ -255,8 +255,8 @@ const char* backward(const DeformConv2dParams& params, const DeformConv2dGradien
 
 int64_t deform_conv2d_forward_cuda_workspace(const DeformConv2dParams& params) { return packed_weight_bytes(params); }
 
-int64_t deform_conv2d_backward_cuda_workspace(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
-                                              bool) {
+int64_t deform_conv2d_backward_cuda_workspace(const DeformConv2dParams& params,
+                                              const DeformConv2dGradients& gradients) {
   const int64_t columns =
       needs_columns(gradients) ? packed_weight_bytes(params) + input_gradient_bytes(params, gradients) : 0;
   const int64_t weight = gradients.weight.data ? splits_of(params) * weight_count(params) * real_size(params.dtype) : 0;
@@ -272,10 +272,10 @@ const char* deform_conv2d_forward_cuda(const DeformConv2dParams& params, void* w
 }
 
 const char* deform_conv2d_backward_cuda(const DeformConv2dParams& params, const DeformConv2dGradients& gradients,
-                                        bool deterministic, void* workspace, void* stream) {
+                                        void* workspace, void* stream) {
   if (const char* error = check(params)) return error;
   return visit_floating(params.dtype, [&](auto element) {
-    return backward<decltype(element)>(params, gradients, deterministic, workspace, static_cast<GpuStream>(stream));
+    return backward<decltype(element)>(params, gradients, workspace, static_cast<GpuStream>(stream));
   });
 }
 
