@@ -15,6 +15,7 @@ Environment switches:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -61,26 +62,30 @@ class Flags:
 
     every: list[str]
     release: list[str]
-    baseline: list[str]  # of a release's DEFAULT kernels where better ones are built too: only old CPUs run them
+    products: list[str]  # of a release's kernels that are matrix products
     debug: list[str]
     instruction_set: dict[str, list[str]]
 
     def all(self) -> list[str]:
         return self.every + (self.debug if switched_on("DEBUG") else self.release)
 
-    def kernels(self, instruction_set: str) -> list[str]:
-        """Of the files that are compiled once per instruction set."""
+    def kernels(self, instruction_set: str, source: str) -> list[str]:
+        """Of a file that is compiled once per instruction set."""
         names = [f"-DCPU_CAPABILITY={instruction_set}", f"-DCPU_CAPABILITY_{instruction_set}"]
-        is_baseline = instruction_set == "DEFAULT" and len(INSTRUCTION_SETS) > 1 and not switched_on("DEBUG")
-        return self.all() + (self.baseline if is_baseline else []) + self.instruction_set[instruction_set] + names
+        only_for_old_cpus = instruction_set == "DEFAULT" and len(INSTRUCTION_SETS) > 1
+        is_product = not MATRIX_PRODUCTS.isdisjoint(Path(source).parts)
+        products = self.products if is_product and not only_for_old_cpus and not switched_on("DEBUG") else []
+        return self.all() + products + self.instruction_set[instruction_set] + names
 
 
 GNU_EVERY = ["-std=c++20", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 GCC = Flags(
     # False alarms: in GCC 12's own AVX-512 intrinsics, and of Clang's pragmas in torch's headers.
     every=[*GNU_EVERY, "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"],
-    release=["-O3", "-g0", "-DNDEBUG"],
-    baseline=["-O2"],  # a third less time to compile than -O3, and as fast
+    release=["-O2", "-g0", "-DNDEBUG"],
+    products=[
+        "-O3"
+    ],  # it unrolls their tiles; the other kernels are as fast without, and compiled in two thirds of the time
     debug=["-O0", "-g", "-UNDEBUG"],
     instruction_set={
         "DEFAULT": [],
@@ -93,10 +98,12 @@ CLANG = replace(GCC, every=GNU_EVERY)
 MSVC = Flags(
     every=["/std:c++20", "/EHsc", "/permissive-", "/Zc:__cplusplus"],
     release=["/O2", "/DNDEBUG"],
-    baseline=[],
+    products=[],
     debug=["/Od", "/Z7", "/UNDEBUG"],
     instruction_set={"DEFAULT": [], "AVX2": ["/arch:AVX2"], "AVX512": ["/arch:AVX512"]},
 )
+
+MATRIX_PRODUCTS = {"attention", "deform_conv2d"}  # the operators whose kernels are
 
 X86_64 = ["DEFAULT", "AVX2", "AVX512"]
 # On other machines DEFAULT is what the compiler targets by itself: NEON on aarch64.
@@ -460,12 +467,12 @@ def build_ext_command(choice: Configuration) -> type:
         def compile_kernels(self, ext: Extension) -> list[str]:
             return [
                 compiled
-                for name in INSTRUCTION_SETS
+                for name, source in itertools.product(INSTRUCTION_SETS, kernel_sources())
                 for compiled in self.compiler.compile(
-                    kernel_sources(),
+                    [source],
                     output_dir=os.path.join(self.build_temp, name),
                     include_dirs=ext.include_dirs,
-                    extra_postargs={"cxx": choice.flags.kernels(name)},
+                    extra_postargs={"cxx": choice.flags.kernels(name, source)},
                 )
             ]
 
@@ -475,7 +482,9 @@ def build_ext_command(choice: Configuration) -> type:
             every = self.compiler.compiler_so[1:] + [f"-I{path}" for path in ext.include_dirs]
             compilations = [
                 Compilation(
-                    ROOT / source, (directory / name / source).with_suffix(".o"), every + choice.flags.kernels(name)
+                    ROOT / source,
+                    (directory / name / source).with_suffix(".o"),
+                    every + choice.flags.kernels(name, source),
                 )
                 for source in kernel_sources()
                 for name in INSTRUCTION_SETS

@@ -48,7 +48,9 @@ def build(instruction_set: str) -> ModuleType:
     directory = REPOSITORY / "build" / "native" / instruction_set
     directory.mkdir(parents=True, exist_ok=True)
     setup_script.find_ninja()
-    flags = setup_script.flags_of(setup_script.check_compiler()).kernels(instruction_set.upper())
+    flags = setup_script.flags_of(setup_script.check_compiler()).kernels(
+        instruction_set.upper(), "tests/native/native.cpp"
+    )
     built = [] if instruction_set == "default" else ["-DMYVISION_CPU_X86"]
     with FileLock(directory / "build.lock"):
         (directory / "lock").unlink(missing_ok=True)  # torch's own, which outlives a build that was killed

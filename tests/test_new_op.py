@@ -78,9 +78,9 @@ def build_library(tree: Path, op: str) -> None:
     flags = setup_script.flags_of(setup_script.check_compiler())
     includes = [f"-I{path}" for path in (tree / "csrc", *cpp_extension.include_paths("cpu"))]
     built = ["-DMYVISION_CPU_X86"] if len(setup_script.INSTRUCTION_SETS) > 1 else []
-    kernels = {name: flags.kernels(name) for name in setup_script.INSTRUCTION_SETS}
     directory = tree / "csrc" / "ops" / op
-    jobs = [(directory / f"{op}_cpu.cpp", name, options) for name, options in kernels.items()]
+    kernels = directory / f"{op}_cpu.cpp"
+    jobs = [(kernels, name, flags.kernels(name, str(kernels))) for name in setup_script.INSTRUCTION_SETS]
     objects = []
     for source, name, options in [(directory / f"{op}.cpp", "glue", flags.all() + built), *jobs]:
         objects.append(tree / f"{name}.o")

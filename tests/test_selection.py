@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from helpers import REPOSITORY, load_script
 from selection import chosen, implementation, meetings
 
 
@@ -60,3 +62,13 @@ def test_what_has_no_parameters_is_chosen() -> None:
 def test_what_is_exhaustive_is_left_out() -> None:
     items = [item("exhaustive", opset=18), item(opset=20)]
     assert chosen(items) == items[1:]
+
+
+MUTATIONS = load_script(REPOSITORY / "tools" / "mutations.py").MUTATIONS
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.path)
+def test_every_fault_to_plant_has_its_place(mutation: Any) -> None:
+    assert (REPOSITORY / mutation.path).read_text().count(mutation.before) == 1
+    assert mutation.before != mutation.after
+    assert all((REPOSITORY / "tests" / f"test_{name}.py").is_file() for name in mutation.tests.split())

@@ -57,15 +57,15 @@ MUTATIONS = [
     ),
     # ---- my_add
     Mutation(
-        "csrc/ops/my_add/my_add_cpu.cpp",
-        "stride_[dim + 1] - params_.size[dim] * stride_[dim];",
+        "csrc/common/elementwise_cpu.h",
+        "stride_[dim + 1] - broadcast_.size[dim] * stride_[dim];",
         "stride_[dim + 1];",
         "my_add",
     ),
     Mutation(
-        "csrc/ops/my_add/my_add_cuda.cu",
-        "for (int dim = 1; dim < params.dims; ++dim) aligned",
-        "for (int dim = 2; dim < params.dims; ++dim) aligned",
+        "csrc/common/elementwise.cuh",
+        "for (int dim = 1; dim < b.dims; ++dim) aligned",
+        "for (int dim = 2; dim < b.dims; ++dim) aligned",
         "my_add",
     ),
     # ---- attention
@@ -153,14 +153,14 @@ MUTATIONS = [
         "deform_conv2d",
     ),
     Mutation(
-        "csrc/ops/deform_conv2d/gpu/deform_conv2d_kernel.cuh",
+        "csrc/ops/deform_conv2d/gpu/deform_conv2d_backward.cuh",
         "mask = sample.corners ? sample.mask : 0;",
         "mask = sample.mask;",
         "deform_conv2d",
     ),
     Mutation(
         "csrc/ops/deform_conv2d/gpu/deform_conv2d_cuda.cu",
-        "gradients.mask = from_image(gradients.mask, first, element_size);",
+        "gradients.mask = from_image(gradients.mask, first, size);",
         "",
         "deform_conv2d",
     ),
@@ -178,20 +178,18 @@ MUTATIONS = [
         "autograd norm_autograd deform_conv2d_autograd",
     ),
     Mutation("myvision/_dispatch/vmap.py", "arg.select(dim, index)", "arg.select(0, index)", "norm_autograd"),
-    Mutation(
-        "myvision/ops/_norm.py", "dtype = torch.promote_types(dtype, args[residual].dtype)", "pass", "norm_autograd"
-    ),
+    Mutation("myvision/ops/_norm.py", "if promotes else", "if not promotes else", "norm_autograd"),
     Mutation(
         "myvision/ops/_batch_norm.py",
-        "None if inputs[activation] is None else inputs[residual]",
-        "None if inputs[activation] is not None else inputs[residual]",
+        "call.residual if ctx.activated else None",
+        "call.residual if not ctx.activated else None",
         "norm",
     ),
     Mutation("myvision/ops/attention.py", "mask = mask.to(torch.float32)", "mask = mask.to(dtype)", "attention_graphs"),
     Mutation(
         "myvision/ops/deform_conv2d.py",
-        "F.pad(input, (0, right % 2, 0, down % 2))",
-        "F.pad(input, (right % 2, 0, down % 2, 0))",
+        "F.pad(input, [0, right % 2, 0, down % 2])",
+        "F.pad(input, [right % 2, 0, down % 2, 0])",
         "deform_conv2d_modules deform_conv2d",
     ),
     Mutation(
@@ -208,8 +206,8 @@ MUTATIONS = [
     ),
     Mutation(
         "myvision/nn/batch_norm.py",
-        "1 / batches.to(running.dtype)",
-        "1 / (batches + 1).to(running.dtype)",
+        "1 / batches.to(mean.dtype)",
+        "1 / (batches + 1).to(mean.dtype)",
         "norm_modules",
     ),
     Mutation(

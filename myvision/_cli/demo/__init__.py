@@ -13,7 +13,7 @@ EXTRA = ("sklearn", "matplotlib", "tqdm", "onnx", "onnxscript", "onnxruntime")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--epochs", type=_positive, help="default: 20, or 3 with --quick")
+    parser.add_argument("--epochs", type=_positive, help="default: 14, or 3 with --quick")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="default: %(default)s")
     parser.add_argument(
         "--workers", type=_positive, default=2, help="processes that prepare images; default: %(default)s"

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         f"{len(digits.train)} images of digits to train on, turned by up to {data.MAX_DEGREES:g} degrees and shifted "
         f"by up to {data.MAX_SHIFT:g} pixels, anew each time; {len(digits.test_labels)} to test"
     )
-    model, history = training.train(DigitNet(), digits, args.epochs or (3 if args.quick else 20), args.workers)
+    model, history = training.train(DigitNet(), digits, args.epochs or (3 if args.quick else 14), args.workers)
     check_accuracy(model, digits, wanted=0.8 if args.quick else 0.97)
     print(f"trained in {time.perf_counter() - start:.0f} s")
 
