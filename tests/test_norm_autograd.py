@@ -68,6 +68,32 @@ def test_gradgradcheck(case: Case, device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.training], ids=str)
+def test_second_derivatives_and_tangents_of_huge_numbers(case: Case) -> None:
+    """Numbers 2^k times as large have the same tangent in a direction 2^k times as large, and so on."""
+    case, huge = case.but(shape=(2, 4, 3, 5), groups=2, activation="silu" if case.has_activation else None), 2.0**70
+    tensors = case.but(eps=0.0).tensors(torch.float32)
+    if case.adds:
+        tensors[3] = torch.zeros_like(tensors[3])
+    direction = random_tensor(*case.shape, seed=7)
+
+    def derivatives(run: Callable[..., Any], dtype: torch.dtype, scale: float) -> list[Tensor]:
+        input, *others = (t if t is None else t.to(dtype) for t in tensors)
+        along = direction.to(dtype) * scale
+        with forward_ad.dual_level():
+            output = run([forward_ad.make_dual(input * scale, along), *others])[0]
+            tangent = forward_ad.unpack_dual(output).tangent
+        leaf = (input * scale).requires_grad_()
+        (gradient,) = torch.autograd.grad(run([leaf, *others])[0].pow(3).sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad((gradient * along).sum(), leaf)
+        return [tangent.double(), second.double() * scale]
+
+    actual = derivatives(case.run, torch.float32, huge)
+    expected = derivatives(case.but(eps=0.0).run_reference, torch.float64, 1.0)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("case", WITH_ACTIVATION, ids=str)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_gradients_of_every_activation(case: Case, activation: str | None) -> None:

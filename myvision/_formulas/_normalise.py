@@ -20,8 +20,22 @@ def moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def normalise(x: Tensor, dims: list[int], eps: float) -> Tensor:
+    x, factor = squarable(x, dims)
     mean, variance = moments(x, dims)
-    return (x - mean) * torch.rsqrt(variance + eps)
+    return (x - mean) * torch.rsqrt(variance + eps * factor.square())
+
+
+def squarable(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """The tensor times a power of 2, and that: 1, unless a sum of squares over these dimensions might overflow.
+
+    A normalised tensor is the same with it, if eps is multiplied by its square.
+    """
+    if x.numel() == 0:
+        return x, x.new_ones(())
+    peak = x.detach().abs().amax(dims, keepdim=True)
+    ordinary = (peak < torch.finfo(x.dtype).max ** 0.25) | ~peak.isfinite()
+    factor = torch.where(ordinary, 1.0, torch.exp2(-torch.log2(torch.where(ordinary, 1.0, peak)).floor()))
+    return x * factor, factor
 
 
 def per_channel(parameter: Tensor | None, input: Tensor) -> Tensor | None:

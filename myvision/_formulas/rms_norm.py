@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from myvision._formulas._normalise import finish, per_channel, real
+from myvision._formulas._normalise import finish, per_channel, real, squarable
 from myvision._formulas.layer_norm import normalised_dims
 
 
@@ -22,9 +22,10 @@ def rms_norm(
     negative_slope: float,
 ) -> Tensor:
     """What ``torch.ops.myvision.rms_norm`` computes: over the last dimensions, or over dimension 1."""
-    x = real(input)
-    mean_square = x.square().mean(normalised_dims(normalized_shape, channels_first), keepdim=True)
+    dims = normalised_dims(normalized_shape, channels_first)
+    x, factor = squarable(real(input), dims)
+    mean_square = x.square().mean(dims, keepdim=True)
     if channels_first:
         weight = per_channel(weight, input)
-    normalised = x * torch.rsqrt(mean_square + eps)
+    normalised = x * torch.rsqrt(mean_square + eps * factor.square())
     return finish(normalised, weight, None, residual, activation, negative_slope, input.dtype)
