@@ -15,6 +15,7 @@ from torch import Tensor
 from myvision._checks import FLOATING, check, name_of
 from myvision._dispatch.arguments import arguments_of, call_by_name
 from myvision._dispatch.autograd import register_autograd
+from myvision._dispatch.fake import register_fake
 from myvision._dispatch.vjp import gradients_of
 
 _INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -42,7 +43,7 @@ class Elementwise:
         self.leader = self.names.index(leader) if leader else 0
         self.dtypes = FLOATING + (_INTEGER if integers else ())
         self.wanted = "floating-point or integer dtypes" if integers else "floating-point dtypes"
-        torch.library.register_fake(op, self._fake)
+        register_fake(lambda call: self._fake(*call), op)
         torch.library.register_vmap(op, self._vmap)
 
     def derive_from(self, formula: Callable[..., Tensor]) -> None:

@@ -269,3 +269,19 @@ def test_missing_package_is_named(package: str) -> None:
         "except ImportError as error: print(error)"
     )
     assert output.startswith(f"ONNX export needs {package}: pip install 'myvision[onnx]'")
+
+
+@pytest.mark.parametrize("call", ["my_add(x, x)", pytest.param("layer_norm(x, 4)", marks=pytest.mark.exhaustive)])
+def test_torch_s_own_export_names_ours(call: str) -> None:
+    error = run_python(f"""
+import torch
+from myvision.ops import *
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return {call}
+try:
+    torch.onnx.export(Model(), (torch.ones(2, 3, 4),), dynamo=True)
+except torch.onnx.OnnxExporterError as error:
+    print(error)
+""")
+    assert "call myvision.onnx.export, or pass it custom_translation_table=myvision.onnx.translation_table()" in error

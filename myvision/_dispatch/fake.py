@@ -9,6 +9,14 @@ import torch
 
 from myvision._dispatch.arguments import arguments_of
 
+_onnx_translations_given = False
+
+
+def note_onnx_translations() -> None:
+    """An export to ONNX may know the operators from now on."""
+    global _onnx_translations_given
+    _onnx_translations_given = True
+
 
 def register_fake(fake: Callable[[Any], Any], *ops: torch._ops.OpOverload) -> None:
     """Gives operators of the same arguments their fake.
@@ -25,6 +33,11 @@ def _of(fake: Callable[[Any], Any], op: torch._ops.OpOverload) -> Callable[..., 
     arguments, count = arguments_of(op), len(op._schema.returns)
 
     def call(*args: Any) -> Any:
+        if torch.onnx.is_in_onnx_export() and not _onnx_translations_given:
+            raise RuntimeError(
+                f"{op.name()}: torch.onnx.export knows no operator of myvision: call myvision.onnx.export, or pass it "
+                "custom_translation_table=myvision.onnx.translation_table()"
+            )
         results = fake(arguments(*args))
         if isinstance(results, torch.Tensor):
             return results

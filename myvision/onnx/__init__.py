@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from myvision._dispatch.arguments import arguments_of
+from myvision._dispatch.fake import note_onnx_translations
 from myvision.onnx._graph import DOMAIN, Opset, Translation, UnsupportedError
 
 __all__ = ["DEFAULT_OPSET", "add_function_bodies", "export", "translation_table"]
@@ -50,6 +51,7 @@ def translation_table(opset: int = DEFAULT_OPSET) -> dict[Callable[..., Any], Tr
             raise ImportError(f"ONNX export needs {package}: pip install 'myvision[onnx]' ({error})") from error
     from onnxscript import values
 
+    note_onnx_translations()
     op = values.Opset("", opset)
     return {
         overload: _bind(function, overload, op)
