@@ -52,6 +52,13 @@ def fast_mode(request: pytest.FixtureRequest) -> bool:
     return request.node.callspec.params["device"] in EMULATORS
 
 
+@pytest.fixture
+def opcheck_kinds(fast_mode: bool) -> tuple[str, ...]:
+    """What opcheck tries: of emulated kernels what they return, as derivatives and graphs are the same as the CPU's."""
+    kinds = ("test_schema", "test_faketensor")
+    return kinds if fast_mode else (*kinds, "test_autograd_registration", "test_aot_dispatch_dynamic")
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def real_device(request: pytest.FixtureRequest) -> str:
     """As `device`, without emulation: for what would take too long or is of the device itself."""

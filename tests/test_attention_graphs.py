@@ -95,16 +95,16 @@ def test_gradgradcheck(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_operator_without_lse(case: Case, device: str) -> None:
+def test_the_operator_without_lse(case: Case, real_device: str) -> None:
     """As most calls have it, it has derivatives of its own."""
-    tensors, fixed = finite(leaves(case, device)), case.tensors(torch.float64, device)
+    tensors, fixed = finite(leaves(case, real_device)), case.tensors(torch.float64, real_device)
 
     def call(*values: Tensor) -> Tensor:
         return _ops.attention(*values, *fixed[len(values) :], *case.options())
 
     assert gradcheck(call, tensors, check_forward_ad=True, fast_mode=True)
     assert gradgradcheck(call, tensors, fast_mode=True)
-    assert torch.equal(call(*tensors), function(case, device)(*tensors)[0])
+    assert torch.equal(call(*tensors), function(case, real_device)(*tensors)[0])
 
 
 @pytest.mark.parametrize("wanted", NAMES)
@@ -237,12 +237,13 @@ def test_meta_device() -> None:
 
 @pytest.mark.parametrize("overload", ["default", "with_lse"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_opcheck(case: Case, overload: str, device: str) -> None:
+def test_opcheck(case: Case, overload: str, device: str, opcheck_kinds: tuple[str, ...]) -> None:
     tensors = case.tensors(torch.float32, device)
     for i in range(4):
         if tensors[i] is not None and tensors[i].dtype == torch.float32:
             tensors[i].requires_grad_()
-    torch.library.opcheck(getattr(_ops.attention, overload), (*tensors, *case.options()))
+    arguments = *tensors, *case.options()
+    torch.library.opcheck(getattr(_ops.attention, overload), arguments, test_utils=opcheck_kinds)
 
 
 LAYOUTS = ["heads_inside", "contiguous", "packed_qkv", "permuted", "sliced"]

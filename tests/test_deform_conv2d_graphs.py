@@ -21,9 +21,9 @@ BACKWARD = torch.ops.myvision._deform_conv2d_backward.default
 
 @pytest.mark.parametrize("case", [Case(), Case(mask=False, bias=False), CASES[4], Case(batch=0)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_opcheck(case: Case, layout: str, device: str) -> None:
+def test_opcheck(case: Case, layout: str, device: str, opcheck_kinds: tuple[str, ...]) -> None:
     tensors = [None if t is None else t.requires_grad_() for t in case.tensors(torch.float32, device, layout)]
-    torch.library.opcheck(FORWARD, (*tensors, *case.geometry))
+    torch.library.opcheck(FORWARD, (*tensors, *case.geometry), test_utils=opcheck_kinds)
 
 
 def test_opcheck_beside_float_offsets(device: str) -> None:
@@ -35,13 +35,11 @@ def test_opcheck_beside_float_offsets(device: str) -> None:
 
 
 @pytest.mark.parametrize("output_mask", [[True] * 5, [True, False, True, False, False]])
-def test_opcheck_of_backward(output_mask: list[bool], device: str, fast_mode: bool) -> None:
-    """Of emulated kernels, what they return: second derivatives are formulas, whatever the kernel."""
+def test_opcheck_of_backward(output_mask: list[bool], device: str, opcheck_kinds: tuple[str, ...]) -> None:
     case = Case()
     input, weight, offset, mask, _ = (t.requires_grad_() for t in case.tensors(torch.float64, device))
     arguments = case.grad_output(torch.float64, device), input, weight, offset, mask, *case.geometry, output_mask, False
-    kinds = ("test_schema", "test_faketensor") if fast_mode else torch.library._OPCHECK_DEFAULT_UTILS
-    torch.library.opcheck(BACKWARD, arguments, test_utils=kinds)
+    torch.library.opcheck(BACKWARD, arguments, test_utils=opcheck_kinds)
 
 
 @pytest.mark.parametrize("input_layout", ["contiguous", "channels_last", "sliced", "permuted", "offset"])

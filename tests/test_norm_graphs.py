@@ -30,9 +30,10 @@ def leaves(case: Case, device: str = "cpu", layout: str = "contiguous") -> list[
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_opcheck(case: Case, layout: str, device: str) -> None:
+def test_opcheck(case: Case, layout: str, device: str, opcheck_kinds: tuple[str, ...]) -> None:
     case = case.but(shape=(2, 6, 3, 4), activation="gelu" if case.has_activation else None)
-    torch.library.opcheck(operator(case.op), case.arguments(leaves(case, device, layout)))
+    arguments = case.arguments(leaves(case, device, layout))
+    torch.library.opcheck(operator(case.op), arguments, test_utils=opcheck_kinds)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -285,13 +285,17 @@ def changed_files(operator: Operator) -> dict[Path, str]:
 
 def exported(text: str, statement: str, name: str) -> str:
     """A package's __init__ with one more name, its imports and __all__ in order."""
-    text = after_last(text, r"from myvision\..*\n", f"{statement}\n")
-    text = text.replace("__all__ = [\n", f'__all__ = [\n    "{name}",\n')
-    return in_order(in_order(text, r"(?:from myvision\.\S+ import .*\n)+"), r'(?<=__all__ = \[\n)(?:    ".*",\n)+')
+    text = with_import(text, statement).replace("__all__ = [\n", f'__all__ = [\n    "{name}",\n')
+    names = r'(?<=__all__ = \[\n)(?:    ".*",\n)+'
+    return re.sub(names, lambda match: "".join(sorted(match[0].splitlines(keepends=True))), text, count=1)
 
 
-def in_order(text: str, block: str) -> str:
-    return re.sub(block, lambda match: "".join(sorted(match[0].splitlines(keepends=True))), text, count=1)
+def with_import(text: str, statement: str) -> str:
+    """The text with an import before that of the next module in the alphabet, or behind all."""
+    for later in re.finditer(r"^from myvision\.\S+", text, re.MULTILINE):
+        if later[0] > statement:
+            return f"{text[: later.start()]}{statement}\n{text[later.start() :]}"
+    return after_last(text, r"from myvision\.(?:.*\(\n(?:    .*\n)+\)|.*)\n", f"{statement}\n")
 
 
 def after_last(text: str, line: str, addition: str) -> str:
