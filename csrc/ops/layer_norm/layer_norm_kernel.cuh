@@ -11,6 +11,8 @@
 //   layer_norm_forward         what is normalised is read 3 times (2 times where there is no mean)
 //   layer_norm_backward_sums   2 e read (3 e with an activated residual), before layer_norm_backward
 #pragma once
+#include <utility>
+
 #include "common/extremes.h"
 #include "common/norm.cuh"
 #include "common/philox.h"
@@ -218,13 +220,12 @@ __device__ __forceinline__ Pair<Real> exact_sum(Real a, Real b) {
 }
 
 // Each thread reads the whole row for itself, so that rows that come here do not hold up the others of their block.
-template <typename T, int kWidth, int kSets>
+template <int kSet, typename T, int kWidth, int kSets>
 __device__ __forceinline__ Statistics<RealOf<T>> extreme_statistics_of_row(const LayerNormParams& params,
-                                                                           const Source<T, kWidth, kSets>& source,
-                                                                           int set) {
+                                                                           const Source<T, kWidth, kSets>& source) {
   const ExtremeMoments moments = extreme_moments<RealOf<T>>(
-      static_cast<double>(params.channels), static_cast<double>(source.pivot().value[set]), params.centered,
-      [&](const auto& visit) { source.visit_row(set, visit); }, [](double sum) { return sum; });
+      static_cast<double>(params.channels), static_cast<double>(source.pivot().value[kSet]), params.centered,
+      [&](const auto& visit) { source.visit_row(kSet, visit); }, [](double sum) { return sum; });
   return extreme_statistics<Statistics<RealOf<T>>>(moments, params.eps);
 }
 
@@ -253,6 +254,7 @@ __device__ __forceinline__ void compute_statistics(const LayerNormParams& params
       sums[j % kSets] += {distance, distance * distance};
     }
   });
+  unsigned extreme = 0;  // a bit for each row whose sums are not finite
 #pragma unroll
   for (int s = 0; s < kSets; ++s) {
     const auto sum = tile.sum(sums[s]);
@@ -261,8 +263,13 @@ __device__ __forceinline__ void compute_statistics(const LayerNormParams& params
     const RealOf<T> variance = (sum.second - correction) / count;
     const auto mean = exact_sum(means[s], shift);
     of_rows[s] = {mean.first, mean.second, rstd_of(variance < 0 ? 0 : variance, static_cast<RealOf<T>>(params.eps))};
-    if (!std::isfinite(sum.second)) of_rows[s] = extreme_statistics_of_row(params, source, s);
+    extreme |= unsigned(!std::isfinite(sum.second)) << s;
   }
+  // A loop of this length would not be unrolled, and so would index its arrays in memory.
+  const auto replace_extremes = [&]<int... kSet>(std::integer_sequence<int, kSet...>) {
+    ((extreme >> kSet & 1 ? void(of_rows[kSet] = extreme_statistics_of_row<kSet>(params, source)) : void()), ...);
+  };
+  replace_extremes(std::make_integer_sequence<int, kSets>{});
 }
 
 template <typename T, int kWidth, int kSets>
