@@ -44,10 +44,10 @@ def traced(request: pytest.FixtureRequest, model: DeformableNet, tmp_path: Path)
 
 
 @torch.no_grad()
-def assert_same_results(exported: torch.nn.Module, model: DeformableNet, **tolerance: float) -> None:
+def assert_same_results(exported: torch.nn.Module, model: DeformableNet) -> None:
     for size in SIZES:
-        x = images(*size)
-        torch.testing.assert_close(exported(x), model(x), **tolerance)
+        x = images(*size).to(model.weight1.dtype)
+        torch.testing.assert_close(exported(x), model(x))
 
 
 def test_trace_shows_single_operators(traced: Path) -> None:
@@ -109,12 +109,12 @@ def test_my_add_promotes_after_export() -> None:
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor compiles C++")
 def test_aot_inductor_runs_the_operators(model: DeformableNet, tmp_path: Path) -> None:
-    program = torch.export.export(model, (images(*SIZES[0]),), dynamic_shapes=DYNAMIC_SHAPES)
+    """In float64: its sigmoid and convolution round otherwise, and samples differ by several times what offsets do."""
+    model.double()
+    program = torch.export.export(model, (images(*SIZES[0]).double(),), dynamic_shapes=DYNAMIC_SHAPES)
     file = tmp_path / "compiled.pt2"
     torch._inductor.aoti_compile_and_package(program, package_path=str(file))
-    compiled = torch._inductor.aoti_load_package(str(file))
-    # Its sigmoid and its convolution round otherwise, and a kernel's samples differ by several times what offsets do.
-    assert_same_results(compiled, model, rtol=1e-4, atol=1e-4)
+    assert_same_results(torch._inductor.aoti_load_package(str(file)), model)
 
 
 def documented(language: str) -> list[str]:
