@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +25,7 @@ LAYOUTS = ["contiguous", "channels_last", "permuted", "sliced", "offset"]
 INSTRUCTION_SETS = ["default", "avx2", "avx512"]
 
 REPOSITORY = Path(__file__).parent.parent
+SNIPPET_SECONDS = 300
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
@@ -56,23 +59,63 @@ def available_instruction_sets() -> list[str]:
     return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(torch.ops.myvision._cpu_capability().lower()) + 1]
 
 
+# Starts processes that have imported torch and myvision, which takes longer than most of what they are for.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["torch", "myvision"])
+
+
 def run_python(code: str, instruction_set: str | None = None, **environment: str) -> str:
-    """Runs a snippet in a Python of its own and returns what it printed; fails, with its output, if it fails.
+    """Runs a snippet in a process of its own and returns what it printed; fails, with its output, if it fails.
+
+    The process has imported torch and myvision, and called neither: for a Python as it starts, see `run_fresh_python`.
 
     Args:
         code: the snippet.
         instruction_set: caps what the kernels may use: default, avx2 or avx512.
         environment: further environment variables.
     """
-    variables = dict(os.environ, **environment)
-    variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-    if instruction_set:
-        variables["ATEN_CPU_CAPABILITY"] = instruction_set
+    with tempfile.TemporaryDirectory() as directory:
+        output, errors = Path(directory, "output"), Path(directory, "errors")
+        variables = _environment(instruction_set, environment)
+        process = FORK_SERVER.Process(target=_run_snippet, args=(code, variables, output, errors))
+        process.start()
+        process.join(SNIPPET_SECONDS)
+        ended = process.exitcode is not None
+        process.kill()
+        printed = output.read_text()
+        assert ended, f"the snippet does not end within {SNIPPET_SECONDS} s\n{printed}\n{errors.read_text()}"
+        assert process.exitcode == 0, f"exit status {process.exitcode}\n{printed}\n{errors.read_text()}"
+        return printed
+
+
+def run_fresh_python(code: str, instruction_set: str | None = None, **environment: str) -> str:
+    """As `run_python`, but nothing is imported: for what happens when the package is loaded."""
+    variables = _environment(instruction_set, environment)
+    command = [sys.executable, "-c", code]
     result = subprocess.run(
-        [sys.executable, "-c", code], env=variables, cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+        command, env=variables, cwd=REPOSITORY, capture_output=True, text=True, timeout=SNIPPET_SECONDS
     )
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+def _environment(instruction_set: str | None, more: dict[str, str]) -> dict[str, str]:
+    """The variables of a snippet's process."""
+    limit = {"ATEN_CPU_CAPABILITY": instruction_set} if instruction_set else {}
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    return {**os.environ, **more, "PYTHONPATH": path, **limit}
+
+
+def _run_snippet(code: str, variables: dict[str, str], output: Path, errors: Path) -> None:
+    """In the process of a snippet."""
+    os.chdir(REPOSITORY)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:0] = variables["PYTHONPATH"].split(os.pathsep)
+    for path, stream in ((output, sys.stdout), (errors, sys.stderr)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    exec(compile(code, "<snippet>", "exec"), {"__name__": "__main__"})
 
 
 def load_script(path: Path) -> ModuleType:

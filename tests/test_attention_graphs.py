@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import NAMES, PLAIN, Case
-from helpers import HALF_DTYPES, random_tensor, run_python
+from helpers import HALF_DTYPES, random_tensor, run_fresh_python
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -190,7 +190,7 @@ def test_dropout_under_checkpointing() -> None:
 
 def test_derivatives_without_private_names() -> None:
     """Where torch lacks a name that the lean registration needs, the public one gives the same derivatives."""
-    run_python(
+    run_fresh_python(
         """
 import torch, torch._functorch.utils
 del torch._functorch.utils.enable_single_level_autograd_function  # a private name that a later torch may not have

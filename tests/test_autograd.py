@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_tensor, run_python
+from helpers import random_tensor, run_fresh_python
 from torch import Tensor, func
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
@@ -211,7 +211,7 @@ import pytest, test_autograd, test_my_add
 
 
 def test_falls_back_to_public_calls():
-    run_python(
+    run_fresh_python(
         FALL_BACK
         + """
 test_autograd.test_create_graph()
@@ -224,7 +224,7 @@ torch.autograd.gradgradcheck(test_my_add.my_add, (x, torch.ones_like(x)))
 
 
 def test_the_fall_back_is_right_or_raises():
-    run_python(
+    run_fresh_python(
         FALL_BACK
         + """
 for compute in (*test_autograd.REVERSE.values(), *test_autograd.FORWARD.values()):

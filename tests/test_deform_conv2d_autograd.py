@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deform_conv2d_cases import NAMES, Case
-from helpers import HALF_DTYPES, run_python
+from helpers import HALF_DTYPES, run_fresh_python
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -252,7 +252,7 @@ def test_mixed_types_without_autocast() -> None:
 
 def test_derivatives_without_private_names() -> None:
     """Where torch lacks a name that the lean registration needs, the public one gives the same derivatives."""
-    run_python(
+    run_fresh_python(
         """
 import torch, torch._functorch.utils
 del torch._functorch.utils.enable_single_level_autograd_function  # a private name that a later torch may not have

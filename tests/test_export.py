@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported_model import DYNAMIC_SHAPES, OPERATORS, DeformableNet, images, runs_deform_conv
-from helpers import REPOSITORY, run_python
+from helpers import REPOSITORY, run_fresh_python
 from torch import Tensor
 
 import myvision
@@ -129,7 +129,7 @@ def documented_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("onnxscript")
     directory = tmp_path_factory.mktemp("documented")
     checksum = 'print("sum:", model(torch.ones(1, 3, 40, 24)).sum().item())'
-    output = run_python("\n".join([f"import os; os.chdir({str(directory)!r})", *documented("python"), checksum]))
+    output = run_fresh_python("\n".join([f"import os; os.chdir({str(directory)!r})", *documented("python"), checksum]))
     (directory / "sum.txt").write_text(output.rpartition("sum: ")[2])
     return directory
 

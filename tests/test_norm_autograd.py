@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, random_tensor, run_python
+from helpers import HALF_DTYPES, random_tensor, run_fresh_python
 from norm_cases import ACTIVATIONS, CASES, NAMES, WITH_ACTIVATION, Case
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -269,7 +269,7 @@ def test_autocast_agrees_on_one_type(case: Case, device: str) -> None:
 
 def test_derivatives_without_private_names() -> None:
     """Where torch lacks a name that the lean registration needs, the public one gives the same derivatives."""
-    run_python(
+    run_fresh_python(
         """
 import torch, torch._functorch.utils
 del torch._functorch.utils.enable_single_level_autograd_function  # a private name that a later torch may not have
