@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import pkgutil
 import platform
 import re
@@ -18,7 +19,7 @@ import torch
 
 from myvision import has_cuda_ops
 
-from . import report
+from . import networks, report
 from .harness import Bar, Case, Limits, Result, Settings, measure_limits
 
 PREFIX = "bench_"
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--quick", action="store_true", help="small shapes, one pass: shows that everything runs")
     parser.add_argument("--ops", nargs="+", choices=operators(), default=operators(), help="default: all of them")
+    parser.add_argument("--networks", action="store_true", help="whole networks instead, needs torchvision")
     parser.add_argument("--filter", type=_regex, default="", help="regular expression: only cases that it matches")
     parser.add_argument("--threads", type=int, help="default: as torch has it")
     parser.add_argument("--seconds", type=float, help="for each case; default: 2, or 0.02 with --quick")
@@ -83,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     seconds = args.seconds or (0.02 if args.quick else 2.0)
     settings = Settings(args.device, seconds, args.quick)
-    modules = [benchmark(operator) for operator in args.ops]
+    if args.networks and importlib.util.find_spec("torchvision") is None:
+        print("--networks needs torchvision: pip install torchvision")
+        return 1
+    modules = [networks] if args.networks else [benchmark(operator) for operator in args.ops]
     bars = [bar for module in modules for bar in module.BARS]
     cases = [case for module in modules for case in module.cases(settings)]
     cases = [case for case in cases if args.filter.search(f"{case.group} {case.name}")]
@@ -118,11 +123,11 @@ def measure(cases: Sequence[Case], settings: Settings, limits: Limits) -> list[R
     width = max(len(case.name) for case in cases)
     results: list[Result] = []
     for case in cases:
-        row = case.measure(settings, limits)
-        if not results or results[-1].group != row.group:
-            print(report.header(row, width))
-        print(report.line(row, width), flush=True)
-        results.append(row)
+        for row in case.measure(settings, limits):
+            if not results or results[-1].group != row.group:
+                print(report.header(row, width))
+            print(report.line(row, width), flush=True)
+            results.append(row)
     return results
 
 

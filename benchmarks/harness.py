@@ -103,7 +103,7 @@ class Bar:
 
 
 class Case(Protocol):
-    """A row still to be measured."""
+    """Rows still to be measured: mostly one, of the same group and name."""
 
     @property
     def group(self) -> str: ...
@@ -111,7 +111,7 @@ class Case(Protocol):
     @property
     def name(self) -> str: ...
 
-    def measure(self, settings: Settings, limits: Limits) -> Result: ...
+    def measure(self, settings: Settings, limits: Limits) -> list[Result]: ...
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class TimeCase:
     calls: int = 1  # in one sample
     mode: Callable[[], AbstractContextManager[object]] = torch.no_grad
 
-    def measure(self, settings: Settings, limits: Limits) -> Result:
+    def measure(self, settings: Settings, limits: Limits) -> list[Result]:
         functions = self.prepare()
         with self.mode():
             timing = interleave(functions, settings, self.calls)
-        return Result(
+        row = Result(
             group=self.group,
             name=self.name,
             unit="ms",
@@ -139,6 +139,7 @@ class TimeCase:
             dropped_batches=timing.dropped_batches,
             noisy=timing.noisy,
         )
+        return [row]
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,9 @@ class MemoryCase:
     prepare: Callable[[], Mapping[str, Function]]
     warm_up: Callable[[], Mapping[str, Function]]
 
-    def measure(self, settings: Settings, limits: Limits) -> Result:
-        return Result(
-            self.group, self.name, "MB", {name: self._megabytes(name, settings.device) for name in self.warm_up()}
-        )
+    def measure(self, settings: Settings, limits: Limits) -> list[Result]:
+        figures = {name: self._megabytes(name, settings.device) for name in self.warm_up()}
+        return [Result(self.group, self.name, "MB", figures)]
 
     def _megabytes(self, name: str, device: torch.device) -> float:
         if device.type == "cuda":

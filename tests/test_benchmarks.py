@@ -76,6 +76,17 @@ def test_every_case_runs(op: str, groups: int, memory: bool, tmp_path: Path) -> 
     assert len({row.group for row in rows}) == groups + (memory and harness.can_measure_memory(CPU))
 
 
+def test_networks_are_measured_whole_and_shape_by_shape(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    assert main(["--quick", "--networks", "--filter", "^(?!.*compiled)", "--out", str(tmp_path)]) == 0
+    rows = {(row.group, row.name): row for row in report.load_json(tmp_path / "results.json")}
+    assert ("ResNet-18, training", "batch 2") in rows
+    per_call = rows["ResNet-18, training: batch_norm", "backward 2x64x8x8, 4 calls"]
+    of_step = rows["ResNet-18, training: batch_norm in all", "batch 2"]
+    assert all(0 < 4 * per_call.figures[name] < of_step.figures[name] for name in per_call.figures)
+    assert of_step.peers == [harness.EAGER]
+
+
 def test_filter_that_matches_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--filter", "no such case"]) == 1
     assert "no case matches 'no such case'" in capsys.readouterr().out

@@ -62,10 +62,10 @@ def add(branch: Tensor, dropout: nn.Module | None, residual: Tensor) -> Tensor:
 
 
 def _may_fuse(branch: Tensor, *modules: nn.Module) -> bool:
-    return not isinstance(branch, fx.Proxy) and not any(map(_is_replaced, modules))
+    return not isinstance(branch, fx.Proxy) and not any(map(is_replaced, modules))
 
 
-def _is_replaced(module: nn.Module) -> bool:
+def is_replaced(module: nn.Module) -> bool:
     """Whether only a call of the module does all it does: it has hooks, or a ``forward`` of its own on the instance."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return "forward" in module.__dict__ or any(map(len, hooks)) or bool(_has_any_global_hook())
@@ -73,5 +73,5 @@ def _is_replaced(module: nn.Module) -> bool:
 
 def _activated(layer: Any, hidden: Tensor) -> Tensor:
     """In place where no one can have kept what the first linear layer returned: new memory costs more than ReLU."""
-    is_own = type(layer.linear1) is nn.Linear and not _is_replaced(layer.linear1) and not is_observed(hidden)
+    is_own = type(layer.linear1) is nn.Linear and not is_replaced(layer.linear1) and not is_observed(hidden)
     return hidden.relu_() if is_own and layer.activation is F.relu else layer.activation(hidden)

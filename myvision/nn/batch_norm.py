@@ -19,22 +19,26 @@ class BatchNormForward(Norm):
     __constants__: ClassVar = constants(_NormBase)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.fused(input, residual, self.activation, self.negative_slope)
+
+    def fused(self, input: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float) -> Tensor:
+        """``activation(norm(input) + residual)``, whatever the module's own activation."""
         self._check_input_dim(input)
         mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
         momentum = self.momentum
         if not self.training:
-            return self._normalise(input, residual, mean, var, 0.0)
+            return self._normalise(input, residual, mean, var, 0.0, activation, negative_slope)
         if not self.track_running_stats:
-            return self._normalise(input, residual, None, None, 0.0)
+            return self._normalise(input, residual, None, None, 0.0, activation, negative_slope)
         if momentum is not None:
-            output = self._normalise(input, residual, mean, var, momentum)
+            output = self._normalise(input, residual, mean, var, momentum, activation, negative_slope)
             if batches is not None:
                 batches.add_(1)
             return output
         if batches is None or mean is None or var is None:
-            return self._normalise(input, residual, mean, var, 0.0)
+            return self._normalise(input, residual, mean, var, 0.0, activation, negative_slope)
         new_mean, new_var = mean.clone(), var.clone()
-        output = self._normalise(input, residual, new_mean, new_var, 1.0)
+        output = self._normalise(input, residual, new_mean, new_var, 1.0, activation, negative_slope)
         batches.add_(1)
         # The share of this batch stays a tensor: a number would have a GPU wait, and break a compiled graph.
         share = 1 / batches.to(mean.dtype)
@@ -43,7 +47,14 @@ class BatchNormForward(Norm):
         return output
 
     def _normalise(
-        self, input: Tensor, residual: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        momentum: float,
+        activation: str | None,
+        negative_slope: float,
     ) -> Tensor:
         training = self.training or (mean is None and var is None)
         if not is_scripting():
@@ -57,8 +68,8 @@ class BatchNormForward(Norm):
                 momentum,
                 self.eps,
                 residual=residual,
-                activation=self.activation,
-                negative_slope=self.negative_slope,
+                activation=activation,
+                negative_slope=negative_slope,
             )
         elif training and mean is not None and var is not None:  # noqa: RET505  TorchScript compiles what follows
             return torch.ops.myvision.batch_norm(
@@ -70,8 +81,8 @@ class BatchNormForward(Norm):
                 residual,
                 momentum,
                 self.eps,
-                self.activation,
-                self.negative_slope,
+                activation,
+                negative_slope,
             )
         else:
             return torch.ops.myvision.batch_norm(
@@ -82,8 +93,8 @@ class BatchNormForward(Norm):
                 self.bias,
                 residual,
                 self.eps,
-                self.activation,
-                self.negative_slope,
+                activation,
+                negative_slope,
             )
 
 

@@ -49,6 +49,10 @@ class FrozenBatchNormForward(Norm):
     __constants__: ClassVar = ["eps", "activation", "negative_slope"]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.fused(x, residual, self.activation, self.negative_slope)
+
+    def fused(self, x: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float) -> Tensor:
+        """``activation(norm(x) + residual)``, whatever the module's own activation."""
         mean, var, weight, bias = self.running_mean, self.running_var, self.weight, self.bias
         dtype = promoted([x, mean, var, weight, bias] if residual is None else [x, residual, mean, var, weight, bias])
         x = x.to(dtype)
@@ -64,12 +68,12 @@ class FrozenBatchNormForward(Norm):
                 bias,
                 eps=self.eps,
                 residual=residual,
-                activation=self.activation,
-                negative_slope=self.negative_slope,
+                activation=activation,
+                negative_slope=negative_slope,
             )
         else:  # noqa: RET505  TorchScript compiles what follows
             return torch.ops.myvision.batch_norm(
-                x, mean, var, weight, bias, residual, self.eps, self.activation, self.negative_slope
+                x, mean, var, weight, bias, residual, self.eps, activation, negative_slope
             )
 
 

@@ -18,6 +18,10 @@ class GroupNormForward(Norm):
     __constants__: ClassVar = constants(nn.GroupNorm)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.fused(input, residual, self.activation, self.negative_slope)
+
+    def fused(self, input: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float) -> Tensor:
+        """``activation(norm(input) + residual)``, whatever the module's own activation."""
         if not is_scripting():
             return group_norm(
                 input,
@@ -26,8 +30,8 @@ class GroupNormForward(Norm):
                 self.bias,
                 self.eps,
                 residual=residual,
-                activation=self.activation,
-                negative_slope=self.negative_slope,
+                activation=activation,
+                negative_slope=negative_slope,
             )
         else:  # noqa: RET505  TorchScript compiles what follows
             return torch.ops.myvision.group_norm(
@@ -37,8 +41,8 @@ class GroupNormForward(Norm):
                 self.bias,
                 residual,
                 self.eps,
-                self.activation,
-                self.negative_slope,
+                activation,
+                negative_slope,
             )
 
 

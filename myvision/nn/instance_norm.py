@@ -20,6 +20,10 @@ class InstanceNormForward(Norm):
     __constants__: ClassVar = constants(_NormBase)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.fused(input, residual, self.activation, self.negative_slope)
+
+    def fused(self, input: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float) -> Tensor:
+        """``activation(norm(input) + residual)``, whatever the module's own activation."""
         self._check_input_dim(input)
         dim = input.dim() - self._get_no_batch_dim()
         channels = input.size(dim)
@@ -29,11 +33,13 @@ class InstanceNormForward(Norm):
                 raise ValueError(message)
             warnings.warn(message + ", which does not matter as affine is False", stacklevel=2)
         if dim == 1:
-            return self._normalise(input, residual)
+            return self._normalise(input, residual, activation, negative_slope)
         batch_residual = None if residual is None else residual.unsqueeze(0)
-        return self._normalise(input.unsqueeze(0), batch_residual).squeeze(0)
+        return self._normalise(input.unsqueeze(0), batch_residual, activation, negative_slope).squeeze(0)
 
-    def _normalise(self, input: Tensor, residual: Tensor | None) -> Tensor:
+    def _normalise(
+        self, input: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float
+    ) -> Tensor:
         mean, var = self.running_mean, self.running_var
         uses_own = self.training or not self.track_running_stats
         momentum = self.momentum
@@ -50,8 +56,8 @@ class InstanceNormForward(Norm):
                 momentum,
                 self.eps,
                 residual=residual,
-                activation=self.activation,
-                negative_slope=self.negative_slope,
+                activation=activation,
+                negative_slope=negative_slope,
             )
         elif uses_own and mean is not None and var is not None:  # noqa: RET505  TorchScript compiles what follows
             return torch.ops.myvision.instance_norm(
@@ -63,8 +69,8 @@ class InstanceNormForward(Norm):
                 residual,
                 momentum,
                 self.eps,
-                self.activation,
-                self.negative_slope,
+                activation,
+                negative_slope,
             )
         else:
             return torch.ops.myvision.instance_norm(
@@ -75,8 +81,8 @@ class InstanceNormForward(Norm):
                 self.bias,
                 residual,
                 self.eps,
-                self.activation,
-                self.negative_slope,
+                activation,
+                negative_slope,
             )
 
 

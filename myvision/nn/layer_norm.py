@@ -22,6 +22,10 @@ class LayerNormForward(Norm):
     channels: Literal["first", "last"] = "last"
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.fused(input, residual, self.activation, self.negative_slope)
+
+    def fused(self, input: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float) -> Tensor:
+        """``activation(norm(input) + residual)``, whatever the module's own activation."""
         if not is_scripting():
             return layer_norm(
                 input,
@@ -30,8 +34,8 @@ class LayerNormForward(Norm):
                 self.bias,
                 self.eps,
                 residual=residual,
-                activation=self.activation,
-                negative_slope=self.negative_slope,
+                activation=activation,
+                negative_slope=negative_slope,
                 channels=self.channels,
             )
         else:  # noqa: RET505  TorchScript compiles what follows
@@ -43,8 +47,8 @@ class LayerNormForward(Norm):
                 residual,
                 self.channels == "first",
                 self.eps,
-                self.activation,
-                self.negative_slope,
+                activation,
+                negative_slope,
             )
 
 

@@ -22,6 +22,10 @@ class RMSNormForward(Norm):
     channels: Literal["first", "last"] = "last"
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.fused(x, residual, self.activation, self.negative_slope)
+
+    def fused(self, x: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float) -> Tensor:
+        """``activation(norm(x) + residual)``, whatever the module's own activation."""
         weight = self.weight
         if weight is not None:  # noqa: SIM102  where it is None, TorchScript compiles only this line
             if weight.dtype != x.dtype:
@@ -33,8 +37,8 @@ class RMSNormForward(Norm):
                 weight,
                 self.eps,
                 residual=residual,
-                activation=self.activation,
-                negative_slope=self.negative_slope,
+                activation=activation,
+                negative_slope=negative_slope,
                 channels=self.channels,
             )
         else:  # noqa: RET505  TorchScript compiles what follows
@@ -48,8 +52,8 @@ class RMSNormForward(Norm):
                 residual,
                 self.channels == "first",
                 eps,
-                self.activation,
-                self.negative_slope,
+                activation,
+                negative_slope,
             )
 
 

@@ -26,11 +26,18 @@ class _Synchronises(BatchNormForward):
             raise ValueError("SyncBatchNorm number of input channels should be non-zero")
 
     def _normalise(
-        self, input: Tensor, residual: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        momentum: float,
+        activation: str | None,
+        negative_slope: float,
     ) -> Tensor:
         group = self._group_to_synchronise()
         if group is None:
-            return super()._normalise(input, residual, mean, var, momentum)
+            return super()._normalise(input, residual, mean, var, momentum, activation, negative_slope)
         if residual is not None and torch.is_autocast_enabled(input.device.type):
             residual = residual.to(input.dtype)
         moments = _Moments.of(input.detach(), group)
@@ -42,8 +49,8 @@ class _Synchronises(BatchNormForward):
             moments.statistics(self.eps, real_dtype(input)),
             moments.count,
             group,
-            self.activation,
-            self.negative_slope,
+            activation,
+            negative_slope,
         )
         if mean is not None and var is not None:
             moments.update_(mean, var, momentum)

@@ -1,0 +1,273 @@
+"""Whole networks beside themselves with our modules put in: `python -m myvision bench --networks`.
+
+Random weights, random images. A network is timed as it is and with ours in one run, in evaluation and in a training
+step; torch's profiler then tells, for each shape, how long the normalisations take together with the additions and
+activations around them, as these are what ours takes in.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from myvision._convert import convert
+
+from .harness import EAGER, OURS, Bar, Case, Function, Limits, Result, Settings, TimeCase
+
+CLASSES = 1000
+
+
+class DeformableConv2d(nn.Module):
+    """torchvision's deformable convolution with a convolution that predicts its offsets and mask, as detectors have."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        from torchvision.ops import DeformConv2d
+
+        stride: Any = conv.stride
+        self.predict = nn.Conv2d(conv.in_channels, 27, 3, stride, 1)
+        self.conv = DeformConv2d(conv.in_channels, conv.out_channels, 3, stride, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset, mask = self.predict(x).split([18, 9], 1)
+        return self.conv(x, offset, mask.sigmoid())
+
+
+def torchvision_model(name: str) -> nn.Module:
+    import torchvision
+
+    return torchvision.models.get_model(name)
+
+
+def deformable_resnet() -> nn.Module:
+    """A ResNet-50 with deformable convolutions in its last three stages."""
+    model: Any = torchvision_model("resnet50")
+    for block in (*model.layer2, *model.layer3, *model.layer4):
+        block.conv2 = DeformableConv2d(block.conv2)
+    return model
+
+
+class Pronouncer(nn.Module):
+    """The Transformer of examples/transformer_g2p.py, between embeddings of the same sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(128, 4, 3, 3, 512, dropout=0.1, batch_first=True, norm_first=True)
+        self.classify = nn.Linear(128, CLASSES)
+
+    def forward(self, letters: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(letters.shape[1], letters.device)
+        spoken = self.transformer(letters, letters, tgt_mask=causal, tgt_is_causal=True)
+        return self.classify(spoken.mean(1))
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network, what it gets, and whether it is laid out by channels_last."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (3, 224, 224)
+    channels_last: bool = False
+
+    def input(self, batch: int, device: torch.device) -> Tensor:
+        x = torch.randn(batch, *self.shape, device=device)
+        return x.to(memory_format=torch.channels_last) if self.channels_last else x
+
+    def models(self, training: bool, device: torch.device) -> dict[str, nn.Module]:
+        """Ours and the unchanged one, of the same parameters."""
+        torch.manual_seed(0)
+        theirs = self.build().train(training).to(device)
+        if self.channels_last:
+            theirs = theirs.to(memory_format=torch.channels_last)
+        return {OURS: convert(copy.deepcopy(theirs)), EAGER: theirs}
+
+
+RESNET = partial(torchvision_model, "resnet50")
+NETWORKS = (
+    Network("ResNet-50", RESNET),
+    Network("ResNet-50 channels_last", RESNET, channels_last=True),
+    Network("ConvNeXt-T", partial(torchvision_model, "convnext_tiny")),
+    Network("Swin-T", partial(torchvision_model, "swin_t")),
+    Network("ViT-B/16", partial(torchvision_model, "vit_b_16")),
+    Network("deformable ResNet-50", deformable_resnet),
+    Network("g2p Transformer", Pronouncer, (12, 128)),
+)
+QUICK = (
+    Network("ResNet-18", partial(torchvision_model, "resnet18"), (3, 32, 32)),
+    Network("g2p", Pronouncer, (5, 128)),
+)
+COMPILED_NETWORKS = ("ResNet-50 channels_last", "ResNet-18")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Evaluation, or a training step."""
+
+    name: str
+    training: bool
+    batch: int
+
+    def functions(self, network: Network, device: torch.device) -> dict[str, Function]:
+        models = network.models(self.training, device)
+        x = network.input(self.batch, device)
+        if not self.training:
+            return {name: partial(model, x) for name, model in models.items()}
+        target = torch.randint(CLASSES, (self.batch,), device=device)
+        return {name: partial(_step, model, x, target) for name, model in models.items()}
+
+    @property
+    def context(self) -> Callable[[], AbstractContextManager[object]]:
+        return nullcontext if self.training else torch.inference_mode
+
+
+def _step(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    model.zero_grad()
+    loss = F.cross_entropy(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+MODES = (Mode("evaluation", False, 8), Mode("training", True, 4))
+QUICK_MODES = (Mode("evaluation", False, 1), Mode("training", True, 2))
+
+
+def bars() -> Iterator[Bar]:
+    for mode in MODES:
+        for network in NETWORKS[:2]:
+            yield Bar(f"{network.name}, {mode.name}", EAGER, 1 / 1.1)
+        for network in NETWORKS[2:5]:
+            yield Bar(f"{network.name}, {mode.name}", EAGER, 1 / 1.05)
+        for network in NETWORKS:
+            for family, limit in (("batch_norm", 1 / 1.3), ("layer_norm", 1 / 1.1)):
+                group = f"{network.name}, {mode.name}: {family}"
+                yield Bar(group, EAGER, 1.0, max)
+                yield Bar(f"{group} in all", EAGER, limit)
+    yield Bar("ResNet-50 channels_last, compiled evaluation", EAGER, 1.0)
+
+
+BARS = tuple(bars())
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    networks, modes = (QUICK, QUICK_MODES) if settings.quick else (NETWORKS, MODES)
+    for network in networks:
+        for mode in modes:
+            prepare = partial(mode.functions, network, settings.device)
+            yield TimeCase(f"{network.name}, {mode.name}", f"batch {mode.batch}", prepare, mode=mode.context)
+            yield ProfileCase(network, mode)
+    for network in networks:
+        if network.name in COMPILED_NETWORKS:
+            mode = modes[0]
+            yield TimeCase(
+                f"{network.name}, compiled {mode.name}",
+                f"batch {mode.batch}",
+                partial(compiled, network, mode, settings.device),
+                mode=mode.context,
+            )
+
+
+# ---- the time of single operators ------------------------------------------------------------------------------------
+
+BACKWARD = "autograd::engine::evaluate_function: "
+# Names of events, ours and torch's: what a normalisation takes in, if it can.
+FAMILIES = {
+    "batch_norm": {
+        "norm": ("aten::batch_norm", "myvision::batch_norm"),
+        "around": ("aten::add", "aten::add_", "aten::relu", "aten::relu_"),
+        "backward": ("NativeBatchNormBackward0", "BatchNormBackward", "BatchNorm.UpdateBackward", "ReluBackward0"),
+    },
+    "layer_norm": {
+        "norm": ("aten::layer_norm", "myvision::layer_norm"),
+        "around": (),
+        "backward": ("NativeLayerNormBackward0", "LayerNormBackward"),
+    },
+}
+Place = tuple[str, tuple[int, ...]]  # forward or backward, and the shape of the input
+
+
+@dataclass(frozen=True)
+class ProfileCase:
+    """The normalisations of a network, shape by shape, and all of them together."""
+
+    network: Network
+    mode: Mode
+
+    @property
+    def group(self) -> str:
+        return f"{self.network.name}, {self.mode.name}"
+
+    @property
+    def name(self) -> str:
+        return "normalisations"
+
+    def measure(self, settings: Settings, limits: Limits) -> list[Result]:
+        functions = self.mode.functions(self.network, settings.device)
+        with self.mode.context():
+            events = {name: _events(function, settings) for name, function in functions.items()}
+        return [row for family in FAMILIES for row in self._rows(family, events, profiled_steps(settings))]
+
+    def _rows(self, family: str, events: Mapping[str, list[Any]], steps: int) -> list[Result]:
+        milliseconds = {name: _milliseconds(found, family) for name, found in events.items()}
+        calls = Counter(_shape(event) for event in events[EAGER] if event.name in FAMILIES[family]["norm"])
+        group = f"{self.group}: {family}"
+        rows = []
+        for direction, shape in sorted(milliseconds[EAGER], key=lambda place: (place[0] != "forward", place[1])):
+            if not calls[shape]:
+                continue
+            figures = {name: times[direction, shape] / calls[shape] for name, times in milliseconds.items()}
+            name = f"{direction} {'x'.join(map(str, shape))}, {calls[shape] // steps} calls"
+            rows.append(Result(group, name, "ms", figures))
+        if rows:
+            of_step = {
+                name: sum(time for (_, shape), time in times.items() if calls[shape]) / steps
+                for name, times in milliseconds.items()
+            }
+            rows.append(Result(f"{group} in all", f"batch {self.mode.batch}", "ms", of_step))
+        return rows
+
+
+def profiled_steps(settings: Settings) -> int:
+    return 1 if settings.quick else 5
+
+
+def _events(function: Function, settings: Settings) -> list[Any]:
+    """The outermost events of some steps."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for _ in range(profiled_steps(settings)):
+            function()
+    return [event for event in profiler.events() if event.cpu_parent is None]
+
+
+def _milliseconds(events: Iterable[Any], family: str) -> dict[Place, float]:
+    names = FAMILIES[family]
+    found: dict[Place, float] = defaultdict(float)
+    for event in events:
+        if event.name in (*names["norm"], *names["around"]):
+            found["forward", _shape(event)] += event.cpu_time_total / 1e3
+        elif event.name.removeprefix(BACKWARD) in names["backward"]:
+            found["backward", _shape(event.cpu_children[0])] += event.cpu_time_total / 1e3
+    return found
+
+
+def _shape(event: Any) -> tuple[int, ...]:
+    """Of the first tensor that the event got."""
+    return tuple(event.input_shapes[0]) if event.input_shapes else ()
+
+
+def compiled(network: Network, mode: Mode, device: torch.device) -> Mapping[str, Function]:
+    torch.compiler.reset()
+    x = network.input(mode.batch, device)
+    models = network.models(mode.training, device)
+    return {name: partial(torch.compile(model, dynamic=False), x) for name, model in models.items()}

@@ -1,0 +1,344 @@
+"""What converting a model leaves as it is: results, gradients, state, hooks, copies; and where it does nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_tensor
+from torch import Tensor, nn
+
+import myvision.nn
+from myvision._convert import convert
+from myvision._convert.replace import replacements
+
+torchvision = pytest.importorskip("torchvision")
+
+
+class Block(nn.Module):
+    """As in residual networks: one activation module, called twice, and an addition in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.shortcut = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += self.shortcut(x)
+        return self.relu(y)
+
+
+def operators(call: Callable[[], object]) -> dict[str, int]:
+    """How often each of the operators ran, torch's that norms take in among them."""
+    with torch.profiler.profile() as profile:
+        call()
+    names = ("myvision::batch_norm", "myvision::layer_norm", "aten::add", "aten::add_", "aten::relu", "aten::relu_")
+    return {event.key: event.count for event in profile.key_averages() if event.key in names}
+
+
+def both(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    theirs = build().double()
+    for buffer in theirs.buffers():  # statistics that are not those of a fresh network
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 2)
+    return convert(copy.deepcopy(theirs)), theirs
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor) -> None:
+    """Results, gradients and the state after a training step; results in evaluation."""
+    for model in (ours, theirs):
+        model.train()
+        model.zero_grad()
+    actual, expected = (model(x.clone()) for model in (ours, theirs))
+    torch.testing.assert_close(actual, expected)
+    for output in (actual, expected):
+        output.square().mean().backward()
+    ours_grads, theirs_grads = ({n: p.grad for n, p in m.named_parameters()} for m in (ours, theirs))
+    torch.testing.assert_close(ours_grads, theirs_grads)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    torch.testing.assert_close(ours.eval()(x.clone()), theirs.eval()(x.clone()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "convnext_tiny",
+        pytest.param("mobilenet_v3_small", marks=pytest.mark.exhaustive),
+        pytest.param("densenet121", marks=pytest.mark.exhaustive),
+        pytest.param("shufflenet_v2_x0_5", marks=pytest.mark.exhaustive),
+        pytest.param("efficientnet_b0", marks=pytest.mark.exhaustive),
+        pytest.param("swin_t", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_networks_compute_the_same(name: str) -> None:
+    ours, theirs = both(lambda: torchvision.models.get_model(name, num_classes=10))
+    for model in (ours, theirs):  # whatever is random is left out
+        for module in model.modules():
+            if isinstance(module, (nn.Dropout, torchvision.ops.StochasticDepth)):
+                module.p = 0.0
+    assert_same(ours, theirs, random_tensor(2, 3, 64, 64, dtype=torch.float64))
+    assert sum(type(module).__module__.startswith("myvision") for module in ours.modules()) > 10
+
+
+def test_a_norm_takes_in_what_follows_it() -> None:
+    ours, theirs = both(Block)
+    x = random_tensor(2, 4, 6, 6, dtype=torch.float64)
+    assert_same(ours, theirs, x)  # which ends in evaluation
+    assert operators(lambda: ours(x)) == {"myvision::batch_norm": 3}
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [
+        (nn.ReLU(), "relu"),
+        (nn.LeakyReLU(0.3), "leaky_relu"),
+        (nn.SiLU(inplace=True), "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.Hardswish(), "hardswish"),
+    ],
+)
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.BatchNorm2d(4),
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.InstanceNorm2d(4),
+        lambda: nn.LayerNorm([6, 6]),
+        lambda: nn.RMSNorm([6, 6]),
+        lambda: torchvision.ops.FrozenBatchNorm2d(4),
+    ],
+)
+def test_every_norm_and_activation(norm: Callable[[], nn.Module], activation: nn.Module, name: str) -> None:
+    ours, theirs = both(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), norm(), copy.deepcopy(activation)))
+    assert_same(ours, theirs, random_tensor(2, 4, 6, 6, dtype=torch.float64))
+    seen = []
+    original = type(ours[1]).fused
+
+    def fused(self: nn.Module, *args: object) -> Tensor:
+        seen.append(args[2])
+        return original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(ours[1]), "fused", fused)
+        ours(random_tensor(2, 4, 6, 6, dtype=torch.float64))
+    assert seen == [name]
+
+
+class Unlike(nn.Module):
+    """A sum of a shape, or of a dtype, of its own."""
+
+    def __init__(self, other: Tensor) -> None:
+        super().__init__()
+        self.bn, self.other = nn.BatchNorm2d(4), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(x) + self.other)
+
+
+@pytest.mark.parametrize("other", [random_tensor(2, 4, 6, 6), random_tensor(4, 1, 1, dtype=torch.float64)])
+def test_what_is_added_may_be_unlike_the_input(other: Tensor) -> None:
+    assert_same(*both(lambda: Unlike(other)), random_tensor(2, 4, 6, 6, dtype=torch.float64))
+
+
+# ---- where nothing may be fused --------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+
+class ReadTwice(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(x)
+        return F.relu(y) + y
+
+
+class CalledTwice(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(F.relu(self.bn(x))))
+
+
+class AddedInto(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        total += self.bn(x)
+        return F.relu(total)
+
+
+class WrittenBetween(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        y = self.bn(x)
+        return F.relu(y + x.mul_(3))
+
+
+class WritesItsInput(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        before = x
+        x += F.relu(self.bn(x))
+        return x + before
+
+
+class Counts(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return F.relu(self.bn(x)) * self.calls
+
+
+class KeepsSomething(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn(x))
+        self.last = y
+        return y
+
+
+class ByGradientMode(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn(x))
+        return y if torch.is_grad_enabled() else -y
+
+
+class ViewWrittenBetween(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        view = x[0]
+        y = self.bn(x)
+        view.mul_(3)
+        return F.relu(y + x)
+
+
+class Scaled(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(torch.add(self.bn(x), x, alpha=2))
+
+
+class ByMode(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(x)
+        return F.relu(y) if self.training else F.relu(-y)
+
+
+class Option(Norm):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self.bn(x)
+        return F.relu(y) if residual is None else F.relu(y + residual)
+
+
+UNPROVEN = [
+    ReadTwice,
+    CalledTwice,
+    AddedInto,
+    WrittenBetween,
+    ViewWrittenBetween,
+    Scaled,
+    ByMode,
+    ByGradientMode,
+    Option,
+    Counts,
+    KeepsSomething,
+]
+
+
+@pytest.mark.parametrize("build", UNPROVEN)
+def test_what_is_not_proven_stays(build: type[nn.Module]) -> None:
+    ours, theirs = both(build)
+    assert type(ours) is build
+    assert type(ours.bn) is myvision.nn.BatchNorm2d
+    assert ours.__dict__.keys() == theirs.__dict__.keys()
+    assert_same_results(ours, theirs)
+
+
+def assert_same_results(ours: nn.Module, theirs: nn.Module) -> None:
+    """In both modes, with what a call did to its input."""
+    x = random_tensor(2, 4, 6, 6, dtype=torch.float64)
+    for training in (True, False):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                actual, expected = x.clone(), x.clone()
+                results = [model.train(training)(t) for model, t in ((ours, actual), (theirs, expected))]
+            torch.testing.assert_close(results[0], results[1])
+            torch.testing.assert_close(actual, expected)
+
+
+def test_what_is_written_to_an_input_is_written() -> None:
+    ours, theirs = both(WritesItsInput)
+    assert type(ours) is not WritesItsInput
+    assert_same_results(ours, theirs)
+
+
+def test_a_norm_of_two_modules_stays() -> None:
+    shared = nn.BatchNorm2d(4)
+    model = convert(nn.ModuleList([nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared, nn.ReLU())]))
+    assert type(model[0]) is nn.Sequential
+
+
+def test_subclasses_are_left_alone() -> None:
+    class Own(nn.BatchNorm2d):
+        pass
+
+    model = convert(nn.Sequential(Own(4), nn.ReLU()))
+    assert type(model[0]) is Own
+    assert type(model) is nn.Sequential
+
+
+# ---- what happens to a converted model afterwards --------------------------------------------------------------------
+
+
+def test_hooks_are_called_with_what_they_always_got() -> None:
+    ours, theirs = both(Block)
+    x = random_tensor(2, 4, 6, 6, dtype=torch.float64)
+    seen: dict[str, list[Tensor]] = {"ours": [], "theirs": []}
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        model.bn2.register_forward_hook(lambda module, args, output, name=name: seen[name].append(output.clone()))
+        model(x)
+    torch.testing.assert_close(seen["ours"], seen["theirs"])
+
+
+def test_another_module_in_its_place_is_called() -> None:
+    ours, theirs = both(Block)
+    for model in (ours, theirs):
+        model.bn2 = nn.Identity()
+    assert_same(ours, theirs, random_tensor(2, 4, 6, 6, dtype=torch.float64))
+
+
+def test_copies_and_pickles_are_fused_too() -> None:
+    ours, _ = both(Block)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    x = random_tensor(2, 4, 6, 6, dtype=torch.float64)
+    ours.eval()
+    for other in (copy.deepcopy(ours), torch.load(file, weights_only=False).eval()):
+        assert isinstance(other, Block)
+        assert operators(lambda other=other: other(x)) == {"myvision::batch_norm": 3}
+        torch.testing.assert_close(other(x), ours(x))
+
+
+def test_a_converted_model_compiles_and_traces() -> None:
+    ours, theirs = both(Block)
+    x = random_tensor(2, 4, 6, 6, dtype=torch.float64)
+    expected = theirs.eval()(x)
+    compiled = torch.compile(ours.eval(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), expected)
+    torch.testing.assert_close(torch.jit.trace(ours, x)(x), expected)
+    torch.testing.assert_close(torch.export.export(ours, (x,)).module()(x), expected)
+
+
+def test_every_class_stands_in_for_one_that_it_is() -> None:
+    """But for the norm over channels, which torchvision has, and which is of no class of torch here."""
+    for theirs, ours in replacements().items():
+        assert issubclass(ours, theirs) or ours is myvision.nn.LayerNorm2d
