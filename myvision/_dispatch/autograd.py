@@ -131,6 +131,24 @@ def register_second_derivative(op: torch._ops.OpOverload, gradients: Formula) ->
     _register(_Derivative(op, setup_context, backward, jvp=None, composite=gradients, forward=None))
 
 
+def past_autograd(op: torch._ops.OpOverload) -> Formula:
+    """The operator as formulas call it: past its own derivative where nobody asks for that, which is what it would do.
+
+    In most backward passes this saves a way through the dispatcher and back into Python.
+    """
+    if not _LEAN:
+        return op
+    raw = getattr(op, "_op", op)
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0 or torch.compiler.is_compiling():
+            return op(*args)
+        with _AutoDispatchBelowAutograd():
+            return raw(*args)
+
+    return call
+
+
 def _register(derivative: _Derivative) -> None:
     (_register_lean if _LEAN else _register_public)(derivative)
 

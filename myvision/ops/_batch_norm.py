@@ -10,7 +10,7 @@ from torch import Tensor
 
 from myvision._checks import check, check_floating, check_output_mask
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
-from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.autograd import past_autograd, register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
 from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
@@ -187,7 +187,7 @@ def register(
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         needs = needs_of(arguments, ctx)
         wanted = [needs.input, needs.weight, needs.bias, needs.residual and ctx.activated]
-        input, weight, bias, residual = _backward(grad_output, *ctx.saved_tensors, *ctx.options, wanted)
+        input, weight, bias, residual = _first_backward(grad_output, *ctx.saved_tensors, *ctx.options, wanted)
         if needs.residual and not ctx.activated:
             residual = grad_output
         return arguments(input=input, weight=weight, bias=bias, residual=residual)
@@ -223,6 +223,7 @@ def _gradients(call: Any) -> tuple[Tensor | None, ...]:
 
 
 _backward = torch.ops.myvision._batch_norm_backward.default
+_first_backward = past_autograd(_backward)
 register_fake(_fake_backward, _backward)
 register_second_derivative(_backward, _gradients)
 register_vmap(_backward)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from myvision._checks import check, check_floating, check_output_mask
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
-from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.autograd import past_autograd, register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
 from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
@@ -173,7 +173,7 @@ def register(op: torch._ops.OpOverload, forward: torch._ops.OpOverload, formula:
         input, statistics, *parameters = ctx.saved_tensors
         needs = needs_of(arguments, ctx)
         wanted = [needs.input, needs.weight, has_bias and needs.bias, needs.residual and ctx.activated]
-        grad_input, weight, bias, residual = _backward(
+        grad_input, weight, bias, residual = _first_backward(
             grad_output, input, statistics, ctx.shape, *parameters, *ctx.options, wanted
         )
         if needs.residual and not ctx.activated:
@@ -212,7 +212,7 @@ def register_add(
             has_bias and needs.bias,
         ]
         options = ctx.eps, ctx.dropout_p, seed
-        input, residual, grad_weight, grad_bias = _add_backward(
+        input, residual, grad_weight, grad_bias = _first_add_backward(
             grad_output, grad_sum, sum, statistics, ctx.shape, weight, bias, *options, wanted
         )
         affine = {"weight": grad_weight, "bias": grad_bias} if has_bias else {"weight": grad_weight}
@@ -271,6 +271,7 @@ def _add_gradients(call: Any) -> tuple[Tensor | None, ...]:
 
 _backward = torch.ops.myvision._layer_norm_backward.default
 _add_backward = torch.ops.myvision._add_layer_norm_backward.default
+_first_backward, _first_add_backward = past_autograd(_backward), past_autograd(_add_backward)
 register_fake(_fake_backward, _backward)
 register_fake(_fake_add_backward, _add_backward)
 register_second_derivative(_backward, _gradients)

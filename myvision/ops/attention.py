@@ -23,7 +23,7 @@ from myvision._checks import (
 )
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autocast import cast_to, register_autocast
-from myvision._dispatch.autograd import register_autograd, register_second_derivative
+from myvision._dispatch.autograd import past_autograd, register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
 from myvision._dispatch.overrides import overridable
 from myvision._dispatch.tracing import constant
@@ -37,6 +37,7 @@ _attention = torch.ops.myvision.attention.default
 _with_lse = torch.ops.myvision.attention.with_lse
 _forward = torch.ops.myvision._attention_forward.default
 _backward = torch.ops.myvision._attention_backward.default
+_first_backward = past_autograd(_backward)
 
 Alignment = Literal["top_left", "bottom_right"]
 Window = int | tuple[int | None, int | None] | None
@@ -568,7 +569,7 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
         grad_output = torch.zeros_like(output)
     needs = needs_of(_Arguments, ctx)
     wanted = [needs.query, needs.key, needs.value, needs.attn_mask]
-    query, key, value, mask = _backward(grad_output, grad_lse, *tensors, output, statistics, *ctx.options, wanted)
+    query, key, value, mask = _first_backward(grad_output, grad_lse, *tensors, output, statistics, *ctx.options, wanted)
     return _Arguments(query=query, key=key, value=value, attn_mask=mask)
 
 
