@@ -262,8 +262,8 @@ def _milliseconds(events: Iterable[Any], family: str) -> dict[Place, float]:
 
 
 def _shape(event: Any) -> tuple[int, ...]:
-    """Of the first tensor that the event got."""
-    return tuple(event.input_shapes[0]) if event.input_shapes else ()
+    """Of the first tensor that the event got, sorted: one package has the channels where the other permutes to them."""
+    return tuple(sorted(event.input_shapes[0])) if event.input_shapes else ()
 
 
 def compiled(network: Network, mode: Mode, device: torch.device) -> Mapping[str, Function]:

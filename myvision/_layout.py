@@ -22,6 +22,12 @@ def is_channels_last(tensor: Tensor) -> bool:
     return True
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous or channels_last, with nothing between its numbers."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.is_contiguous() or (is_channels_last(tensor) and span == tensor.numel())
+
+
 def dense_like(tensor: Tensor) -> Tensor:
     """An uninitialised tensor of the shape and type: channels_last where that one is, contiguous otherwise."""
     if not is_channels_last(tensor):

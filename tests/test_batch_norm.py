@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import num_threads, random_tensor, with_layout
 from norm_cases import Case
+from torch._subclasses import FakeTensorMode
 
 from myvision._formulas.batch_norm import batch_norm_update as reference_update
 from myvision.ops import batch_norm
@@ -187,3 +188,67 @@ def test_evaluation_without_statistics_is_refused() -> None:
         batch_norm(torch.ones(2, 3, 4), None, None)
     with pytest.raises((RuntimeError, ValueError), match="running_var"):
         batch_norm(torch.ones(2, 3, 4), torch.zeros(3), None, training=True)
+
+
+# ---- into the memory of the input ------------------------------------------------------------------------------------
+
+
+def parameters(input: torch.Tensor) -> list[torch.Tensor]:
+    """Mean, variance and weight of evaluation."""
+    channels, device = input.shape[1], input.device
+    mean, var = statistics(channels, device=str(device))
+    return [mean, var, random_tensor(channels, device=str(device), seed=3)]
+
+
+def overwrite(input: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+    torch.ops.myvision._batch_norm_in_place(input, *parameters(input), None, residual, 1e-5, "relu", 0.01)
+
+
+def expected(input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    return batch_norm(input, *parameters(input), residual=residual, activation="relu")
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(2, 5, 7, 7), (3, 8, 1, 1), (1, 17, 4, 3), (0, 4, 2, 2)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_in_place(
+    shape: tuple[int, ...],
+    memory_format: torch.memory_format,
+    with_residual: bool,
+    floating_dtype: torch.dtype,
+    device: str,
+) -> None:
+    input = random_tensor(*shape, dtype=floating_dtype, device=device).to(memory_format=memory_format)
+    residual = random_tensor(*shape, dtype=floating_dtype, device=device, seed=4) if with_residual else None
+    wanted = expected(input, residual)
+    overwrite(input, residual=residual)
+    assert torch.equal(input, wanted)
+
+
+def test_in_place_by_itself(device: str) -> None:
+    """A residual that is the input."""
+    input = random_tensor(2, 5, 7, 7, device=device)
+    wanted = expected(input, input)
+    overwrite(input, residual=input)
+    assert torch.equal(input, wanted)
+
+
+@pytest.mark.parametrize(
+    "input",
+    [
+        random_tensor(2, 4, 6, 6).transpose(2, 3),
+        random_tensor(2, 8, 6, 6)[:, ::2],
+        random_tensor(2, 8, 3, 6, 6).to(memory_format=torch.channels_last_3d)[:, :, ::2],
+        random_tensor(1, 4, 1, 6).expand(2, 4, 6, 6),
+    ],
+)
+def test_in_place_takes_dense_inputs_only(input: torch.Tensor) -> None:
+    before, text = input.clone(), "input must be contiguous or channels_last to be written to, but has shape"
+    with pytest.raises(RuntimeError, match=text) as eager:
+        overwrite(input)
+    assert torch.equal(input, before)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (input, *parameters(input))]
+        with pytest.raises(RuntimeError) as fake:
+            torch.ops.myvision._batch_norm_in_place(*fakes, None, None, 1e-5, "relu", 0.01)
+    assert str(fake.value) == str(eager.value)

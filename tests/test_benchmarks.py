@@ -81,7 +81,7 @@ def test_networks_are_measured_whole_and_shape_by_shape(tmp_path: Path) -> None:
     assert main(["--quick", "--networks", "--filter", "^(?!.*compiled)", "--out", str(tmp_path)]) == 0
     rows = {(row.group, row.name): row for row in report.load_json(tmp_path / "results.json")}
     assert ("ResNet-18, training", "batch 2") in rows
-    per_call = rows["ResNet-18, training: batch_norm", "backward 2x64x8x8, 4 calls"]
+    per_call = rows["ResNet-18, training: batch_norm", "backward 2x8x8x64, 4 calls"]
     of_step = rows["ResNet-18, training: batch_norm in all", "batch 2"]
     assert all(0 < 4 * per_call.figures[name] < of_step.figures[name] for name in per_call.figures)
     assert of_step.peers == [harness.EAGER]

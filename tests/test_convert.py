@@ -36,6 +36,12 @@ class Block(nn.Module):
         return self.relu(y)
 
 
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+
 def operators(call: Callable[[], object]) -> dict[str, int]:
     """How often each of the operators ran, torch's that norms take in among them."""
     with torch.profiler.profile() as profile:
@@ -151,13 +157,105 @@ def test_what_is_added_may_be_unlike_the_input(other: Tensor) -> None:
     assert_same(*both(lambda: Unlike(other)), random_tensor(2, 4, 6, 6, dtype=torch.float64))
 
 
-# ---- where nothing may be fused --------------------------------------------------------------------------------------
+# ---- evaluation writes over what no one else reads -------------------------------------------------------------------
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
+def in_place(call: Callable[[], object]) -> int:
+    """How many norms wrote over their input."""
+    with torch.profiler.profile() as profile:
+        call()
+    return sum(event.count for event in profile.key_averages() if event.key == "myvision::_batch_norm_in_place")
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_evaluation_takes_the_memory_of_a_convolution(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    theirs = Block().to(dtype).to(memory_format=memory_format).eval()
+    theirs.bn1.running_mean.uniform_()
+    ours = convert(copy.deepcopy(theirs))
+    x = random_tensor(2, 4, 6, 6, dtype=dtype).to(memory_format=memory_format)
+    with torch.no_grad():
+        before = x.clone()
+        torch.testing.assert_close(ours(x), theirs(x))
+        assert torch.equal(x, before)
+        assert in_place(lambda: ours(x)) == 3
+    with torch.inference_mode():
+        assert in_place(lambda: ours(x)) == 3
+    assert in_place(lambda: ours(x)) == 0  # gradients may be asked for
+    with torch.no_grad():
+        assert in_place(lambda: ours.train()(x)) == 0
+
+
+def test_a_convolution_that_is_watched_keeps_its_output() -> None:
+    ours, _ = both(Block)
+    ours.eval()
+    kept = []
+    ours.conv1.register_forward_hook(lambda module, args, output: kept.append((output, output.clone())))
+    with torch.no_grad():
+        ours(random_tensor(2, 4, 6, 6, dtype=torch.float64))
+    ((output, before),) = kept
+    assert torch.equal(output, before)
+
+
+def test_a_mode_that_keeps_results_sees_them_unchanged() -> None:
+    class Keep(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.convolution.default:
+                kept.append((result, result.clone()))
+            return result
+
+    ours, _ = both(Block)
+    kept: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad(), Keep():
+        ours.eval()(random_tensor(2, 4, 6, 6, dtype=torch.float64))
+    assert len(kept) == 3
+    assert all(torch.equal(output, before) for output, before in kept)
+
+
+class Given(Norm):
+    """The norm reads what came from outside, or what is read again."""
+
+    def __init__(self, reads_again: bool) -> None:
         super().__init__()
-        self.bn = nn.BatchNorm2d(4)
+        self.conv, self.reads_again = nn.Conv2d(4, 4, 1), reads_again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.reads_again:
+            return F.relu(self.bn(x))
+        y = self.conv(x)
+        return F.relu(self.bn(y)) + y
+
+
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_what_others_read_is_not_written_to(reads_again: bool) -> None:
+    ours, theirs = both(lambda: Given(reads_again))
+    assert type(ours) is not Given
+    with torch.no_grad():
+        assert in_place(lambda: ours.eval()(random_tensor(2, 4, 6, 6, dtype=torch.float64))) == 0
+    assert_same_results(ours, theirs)
+
+
+def test_transforms_and_exports_see_no_writing() -> None:
+    ours, theirs = both(Block)
+    x = random_tensor(3, 2, 4, 6, 6, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(ours.eval())(x), torch.func.vmap(theirs.eval())(x))
+        program = torch.export.export(ours, (x[0],))
+    assert not any("in_place" in str(node.target) for node in program.graph.nodes)
+
+
+def test_compiled_evaluation_writes_in_place() -> None:
+    ours, theirs = both(Block)
+    x = random_tensor(2, 4, 6, 6, dtype=torch.float64)
+    with torch.no_grad():
+        compiled = torch.compile(ours.eval(), fullgraph=True)
+        torch.testing.assert_close(compiled(x), theirs.eval()(x))
+        assert in_place(lambda: compiled(x)) == 3
+
+
+# ---- where nothing may be fused --------------------------------------------------------------------------------------
 
 
 class ReadTwice(Norm):
@@ -314,6 +412,18 @@ def test_another_module_in_its_place_is_called() -> None:
     assert_same(ours, theirs, random_tensor(2, 4, 6, 6, dtype=torch.float64))
 
 
+def test_a_part_of_a_sequence_is_what_it_was() -> None:
+    ours, theirs = both(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)))
+    for part in (slice(2), slice(1, 3), slice(2, None)):
+        assert_same_results(ours[part], theirs[part])
+    for change in (lambda m: m.append(nn.Conv2d(4, 4, 1, bias=False)), lambda m: m.__delitem__(2), lambda m: m.pop(1)):
+        for model in (ours, theirs):
+            torch.manual_seed(0)
+            change(model)
+            model.double()
+        assert_same_results(ours, theirs)
+
+
 def test_copies_and_pickles_are_fused_too() -> None:
     ours, _ = both(Block)
     file = io.BytesIO()
@@ -338,7 +448,18 @@ def test_a_converted_model_compiles_and_traces() -> None:
     torch.testing.assert_close(torch.export.export(ours, (x,)).module()(x), expected)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_images_are_laid_out_as_before(memory_format: torch.memory_format) -> None:
+    """What follows a norm in the network is as fast as its layout lets it be."""
+    norm = torchvision.models.convnext.LayerNorm2d
+    ours, theirs = both(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), norm(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+    x = random_tensor(2, 4, 6, 6, dtype=torch.float64).to(memory_format=memory_format)
+    for layers in range(1, 5):
+        assert ours[:layers](x).stride() == theirs[:layers](x).stride()
+    assert_same(ours, theirs, x)
+
+
 def test_every_class_stands_in_for_one_that_it_is() -> None:
-    """But for the norm over channels, which torchvision has, and which is of no class of torch here."""
+    """But for the norm over channels, which torchvision has as a subclass of the one over the last dimensions."""
     for theirs, ours in replacements().items():
-        assert issubclass(ours, theirs) or ours is myvision.nn.LayerNorm2d
+        assert issubclass(ours, theirs) or theirs is torchvision.models.convnext.LayerNorm2d

@@ -101,6 +101,14 @@ inline Tensor new_dense(const Tensor& like, bool channels_last) {
   return empty_strided(dims, sizes.data(), strides, like.scalar_type(), like);
 }
 
+// Whether a tensor is contiguous or channels_last, with nothing between its numbers.
+inline bool is_dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return true;
+  int64_t span = 1;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) span += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return is_channels_last(tensor) && span == tensor.numel();
+}
+
 // ------------------------------------------------------------------------------------------------ views
 // Tensors of one shape and where a kernel's parameters want them.
 class NormOperands {

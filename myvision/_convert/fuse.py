@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 import myvision.nn as ours
 from myvision._formulas._activation import activate
 from myvision.nn._transformer import is_replaced
+from myvision.nn.batch_norm import BatchNormForward
 
 NORMS = (
     ours.BatchNorm1d,
@@ -35,6 +36,8 @@ NORMS = (
     ours.LayerNorm,
     ours.RMSNorm,
 )
+# What these return no one else has.
+NEW_MEMORY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 SLOPE = 0.01  # of leaky_relu, where nothing tells it
 ACTIVATIONS: dict[Any, str] = {
@@ -67,7 +70,7 @@ def fuse_children(parent: nn.Module, owners: Counter[nn.Module]) -> None:
     if fused:
         graph.lint()
         kinds = {name: type(modules[name]) for name in sorted(fused)}
-        parent.__class__ = fused_class(type(parent), graph, kinds)
+        parent.__class__ = fused_class(type(parent), graph, set(parent._modules), kinds)
 
 
 # ---- the graph of one module -----------------------------------------------------------------------------------------
@@ -130,13 +133,17 @@ def recorded(module: nn.Module) -> fx.Graph | None:
 
 @dataclass(frozen=True)
 class Step:
-    """A norm, and the addition or the activation after it, or both, of which no one else reads anything."""
+    """A norm, and the addition and the activation after it, of which no one else reads anything.
+
+    There may be neither where the norm's input is its own, and so can be written to.
+    """
 
     norm: fx.Node
     addition: fx.Node | None
     activation: fx.Node | None
     kind: Activation | None
-    modules: set[str]  # those whose calls it takes the place of
+    owns_input: bool  # whether the norm reads new memory that no one else reads
+    modules: set[str]  # those whose calls it takes the place of, and who gives the input that it owns
 
     @staticmethod
     def after(node: fx.Node, modules: dict[str, nn.Module], owners: Counter[nn.Module]) -> Step | None:
@@ -150,19 +157,22 @@ class Step:
         kind = activation_of(activation, modules) if activation else None
         if kind is None:
             activation = None
-        last = activation or addition
-        if last is None or not _is_undisturbed(node, last, modules):
+        input = node.args[0]
+        assert isinstance(input, fx.Node)
+        owns_input = len(input.users) == 1 and type(_module(input, modules)) in NEW_MEMORY
+        takes_something = addition or activation or owns_input
+        if not takes_something or not _is_undisturbed(node, activation or addition or node, modules):
             return None
-        called = [n for n in (node, activation) if n and n.op == "call_module"]
-        return Step(node, addition, activation, kind, {str(n.target) for n in called})
+        called = [n for n in (node, activation, input if owns_input else None) if n and n.op == "call_module"]
+        return Step(node, addition, activation, kind, owns_input, {str(n.target) for n in called})
 
     def rewrite(self, graph: fx.Graph) -> None:
-        last = self.activation or self.addition
-        assert last
+        last = self.activation or self.addition or self.norm
         with graph.inserting_before(last):
             norm = graph.get_attr(str(self.norm.target))
+            kind = self.kind or (None, SLOPE)
             result = graph.call_function(
-                fused_norm, (norm, self.norm.args[0], self._residual(), *(self.kind or (None, SLOPE)))
+                fused_norm, (norm, self.norm.args[0], self._residual(), *kind, self.owns_input)
             )
         last.replace_all_uses_with(result)
         for node in (self.activation, self.addition, self.norm):
@@ -177,28 +187,30 @@ class Step:
 
 def _is_norm(node: fx.Node, modules: dict[str, nn.Module], owners: Counter[nn.Module]) -> bool:
     """Whether this is the only call of a norm of ours, which no other module holds, of one value."""
-    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+    if len(node.args) != 1 or not isinstance(node.args[0], fx.Node) or node.kwargs:
         return False
-    module = modules.get(str(node.target))
+    module = _module(node, modules)
     if module is None or type(module) not in NORMS:
         return False
     calls = [other for other in node.graph.nodes if other.op == "call_module" and other.target == node.target]
     return owners[module] == len(calls) == 1
 
 
+def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:
+    """What a node calls, if that is a module."""
+    return modules.get(str(node.target)) if node.op == "call_module" else None
+
+
 def _is_undisturbed(norm: fx.Node, last: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether the norm may as well run where its step ends: nothing on the way can have written to what it reads."""
-    node = norm.next
-    while node is not last:
-        if norm.args[0] in node.args or (norm not in node.args and _writes(node, modules)):
-            return False
-        node = node.next
-    return True
+    nodes = list(norm.graph.nodes)
+    between = nodes[nodes.index(norm) + 1 : nodes.index(last)]
+    return not any(norm.args[0] in node.args or (norm not in node.args and _writes(node, modules)) for node in between)
 
 
 def _writes(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
-        return bool(getattr(modules.get(str(node.target)), "inplace", False))
+        return bool(getattr(_module(node, modules), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") or node.target in IN_PLACE_OPERATORS
     return node.op in ("call_function", "call_method") and (in_place or "out" in node.kwargs)
@@ -223,7 +235,7 @@ def activation_of(node: fx.Node, modules: dict[str, nn.Module]) -> Activation | 
     if len(node.args) != 1 or set(node.kwargs) - {"inplace"}:
         return None
     if node.op == "call_module":
-        return activation_of_module(modules.get(str(node.target)))
+        return activation_of_module(_module(node, modules))
     name = ACTIVATIONS.get(node.target)
     return (name, SLOPE) if name and node.op in ("call_function", "call_method") else None
 
@@ -240,35 +252,52 @@ def activation_of_module(module: nn.Module | None) -> Activation | None:
 # ---- what runs -------------------------------------------------------------------------------------------------------
 
 
-def fused_norm(norm: Any, x: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float) -> Tensor:
-    """``activation(norm(x) + residual)``, in one pass where the two are alike."""
-    if residual is None or (residual.shape == x.shape and residual.dtype == x.dtype):
-        return norm.fused(x, residual, activation, negative_slope)
-    return activate(norm(x) + residual, activation, negative_slope)
+def fused_norm(
+    norm: Any, x: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float, owns_x: bool
+) -> Tensor:
+    """``activation(norm(x) + residual)``: in one pass where the two are alike, in x's memory where no one sees it."""
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        return activate(norm(x) + residual, activation, negative_slope)
+    if owns_x and isinstance(norm, BatchNormForward) and norm.can_overwrite(x):
+        return norm.overwrite(x, residual, activation, negative_slope)
+    return norm.fused(x, residual, activation, negative_slope)
 
 
-def fused_class(base: type[nn.Module], graph: fx.Graph, kinds: dict[str, type[nn.Module]]) -> type[nn.Module]:
-    """A subclass whose ``forward`` is the graph's, as long as the modules of the graph are of the kinds they were."""
+def fused_class(
+    base: type[nn.Module], graph: fx.Graph, names: set[str], kinds: dict[str, type[nn.Module]]
+) -> type[nn.Module]:
+    """A subclass whose ``forward`` is the graph's, as long as the module has the children that it had.
+
+    Args:
+        base: the module's class.
+        graph: what runs instead of its ``forward``.
+        names: of all of its children.
+        kinds: the classes of those whose calls the graph leaves out, or relies on.
+    """
     code = graph.python_code("self")
     namespace = dict(code.globals)
     exec(code.src, namespace)
     steps: Callable[..., Any] = namespace["forward"]
     count = sum(node.op == "placeholder" for node in graph.nodes)
 
+    def is_as_recorded(self: Any) -> bool:
+        present = self._modules
+        return present.keys() == names and all(
+            type(present[name]) is kind and not is_replaced(present[name]) for name, kind in kinds.items()
+        )
+
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == count and not kwargs and all(isinstance(arg, Tensor) for arg in args):
-            modules = self._modules
-            if all(type(modules[name]) is kind and not is_replaced(modules[name]) for name, kind in kinds.items()):
-                return steps(self, *args)
+        if len(args) == count and not kwargs and all(isinstance(arg, Tensor) for arg in args) and is_as_recorded(self):
+            return steps(self, *args)
         return base.forward(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _restorable, (base,), state
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": reduce})
+    looks = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), {**looks, "forward": forward, "__reduce_ex__": reduce})
 
 
 def _restorable(base: type[nn.Module]) -> nn.Module:

@@ -22,7 +22,8 @@ def register_fake(fake: Callable[[Any], Any], *ops: torch._ops.OpOverload) -> No
     """Gives operators of the same arguments their fake.
 
     Args:
-        fake: ``fake(arguments)`` gets the arguments by name and returns a tensor, or a tuple of all results.
+        fake: ``fake(arguments)`` gets the arguments by name and returns a tensor, a tuple of all results, or None
+            for an operator that only writes to its arguments.
         *ops: each returns as many of the results as its schema has.
     """
     for op in ops:
@@ -39,7 +40,7 @@ def _of(fake: Callable[[Any], Any], op: torch._ops.OpOverload) -> Callable[..., 
                 "custom_translation_table=myvision.onnx.translation_table()"
             )
         results = fake(arguments(*args))
-        if isinstance(results, torch.Tensor):
+        if results is None or isinstance(results, torch.Tensor):
             return results
         return results[0] if count == 1 else results[:count]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from myvision._dispatch.nested import is_nested
+from myvision._dispatch.tracing import is_tracing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,3 +39,14 @@ def is_observed(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():  # a graph has no such modes, and its compiler cannot ask
         return False
     return type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
+
+
+def may_be_overwritten(tensor: Tensor) -> bool:
+    """Whether nobody sees it if an operator writes over a tensor that another one has just returned.
+
+    Not where gradients may be asked for, nor where calls are recorded for other tools than a compiler, which sees by
+    itself whether there are more readers.
+    """
+    if torch.is_grad_enabled() or is_tracing() or torch.compiler.is_exporting():
+        return False
+    return torch.compiler.is_compiling() or not (is_observed(tensor) or torch._C._are_functorch_transforms_active())

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _NormBase
 
+from myvision._dispatch.overrides import may_be_overwritten
+from myvision._layout import is_dense
 from myvision.nn._norm import Norm, NormAct, constants
 from myvision.ops.batch_norm import batch_norm
 
@@ -96,6 +98,23 @@ class BatchNormForward(Norm):
                 activation,
                 negative_slope,
             )
+
+    @torch.jit.unused
+    def can_overwrite(self, input: Tensor) -> bool:
+        """Whether `overwrite` may take a tensor that no one else reads: in evaluation, without gradients."""
+        statistics = self.running_mean is not None and self.running_var is not None
+        return not self.training and statistics and may_be_overwritten(input) and is_dense(input)
+
+    @torch.jit.unused
+    def overwrite(
+        self, input: Tensor, residual: Tensor | None, activation: str | None, negative_slope: float
+    ) -> Tensor:
+        """As `fused`, into the memory of the input, which spares a network half of its traffic there."""
+        self._check_input_dim(input)
+        affine = self.weight, self.bias, residual
+        statistics = self.running_mean, self.running_var
+        torch.ops.myvision._batch_norm_in_place(input, *statistics, *affine, self.eps, activation, negative_slope)
+        return input
 
 
 class BatchNormAct(NormAct, BatchNormForward, _NormBase):

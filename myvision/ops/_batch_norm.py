@@ -17,7 +17,7 @@ from myvision._dispatch.vmap import register_vmap
 from myvision._formulas._normalise import finish, per_channel, real
 from myvision._formulas.batch_norm import batch_norm
 from myvision._formulas.group_norm import group_norm
-from myvision._layout import dense_like
+from myvision._layout import dense_like, is_dense
 from myvision.ops._norm import (
     check_activation,
     check_channel_parameter,
@@ -126,6 +126,20 @@ def running_fakes(op: str) -> tuple[Fake, Fake]:
     return pure, update
 
 
+def _fake_in_place(call: Any) -> None:
+    op, input = "batch_norm", call.input
+    _check_call(op, call)
+    _check_running(op, call)
+    check(
+        op,
+        is_dense(input),
+        lambda: (
+            "input must be contiguous or channels_last to be written to, but has shape "
+            f"{tuple(input.shape)} and strides {input.stride()}"
+        ),
+    )
+
+
 def fake_group_norm(call: Any) -> tuple[Tensor, Tensor]:
     _check_call("group_norm", call, call.num_groups)
     _check_own_statistics("group_norm", call.input, call.num_groups)
@@ -224,6 +238,7 @@ def _gradients(call: Any) -> tuple[Tensor | None, ...]:
 
 _backward = torch.ops.myvision._batch_norm_backward.default
 _first_backward = past_autograd(_backward)
+register_fake(_fake_in_place, torch.ops.myvision._batch_norm_in_place.default)
 register_fake(_fake_backward, _backward)
 register_second_derivative(_backward, _gradients)
 register_vmap(_backward)

@@ -90,10 +90,9 @@ void run_backward(const Call& call, const BatchNormGradients& gradients) {
 
 // ------------------------------------------------------------------------------------------------ forward
 // Writes the statistics where they are defined, or, where they are given, reads them.
-Tensor forward(Call& call, const Tensor& statistics) {
+void write_output(Call& call, const Tensor& statistics, const Tensor& output) {
   BatchNormParams& p = call.params;
-  const Tensor output = new_dense(call.input, is_channels_last(call.input));
-  if (output.numel() == 0) return output;
+  if (output.numel() == 0) return;
   const OptionalTensor weight = as_reals(call.weight, call.input), bias = as_reals(call.bias, call.input);
   p.weight = data_of(weight), p.bias = data_of(bias);
   p.statistics = statistics.defined() ? statistics.mutable_data_ptr() : nullptr;
@@ -103,6 +102,11 @@ Tensor forward(Call& call, const Tensor& statistics) {
   operands.write(output, p.output);
   operands.set_views(p, 1, 2);
   run_forward(call);
+}
+
+Tensor forward(Call& call, const Tensor& statistics) {
+  const Tensor output = new_dense(call.input, is_channels_last(call.input));
+  write_output(call, statistics, output);
   return output;
 }
 
@@ -119,6 +123,17 @@ Tensor new_statistics(const Call& call, bool wanted) {
   return statistics;
 }
 
+// Running statistics in the type computed in.
+struct Running {
+  Running(const Call& call, const OptionalTensor& running_mean, const OptionalTensor& running_var)
+      : mean(as_reals(running_mean, call.input)), var(as_reals(running_var, call.input)) {}
+  // They are only read.
+  void use_in(BatchNormParams& p) const {
+    p.running_mean = const_cast<void*>(data_of(mean)), p.running_var = const_cast<void*>(data_of(var));
+  }
+  OptionalTensor mean, var;
+};
+
 // Normalises by running statistics where they are given, or else by the input's own.
 Result normalize(Call call, const OptionalTensor& running_mean, const OptionalTensor& running_var,
                  bool keep_statistics) {
@@ -131,8 +146,8 @@ Result normalize(Call call, const OptionalTensor& running_mean, const OptionalTe
     check_own_statistics(call);
     p.statistics_from = StatisticsFrom::Input;
   }
-  const OptionalTensor mean = as_reals(running_mean, call.input), var = as_reals(running_var, call.input);
-  p.running_mean = const_cast<void*>(data_of(mean)), p.running_var = const_cast<void*>(data_of(var));  // only read
+  const Running running(call, running_mean, running_var);
+  running.use_in(p);
   const Tensor statistics = new_statistics(call, keep_statistics);
   return {forward(call, statistics), statistics};
 }
@@ -189,6 +204,20 @@ std::tuple<Tensor, Tensor> norm_forward_update(const Tensor& input, const Tensor
                                                double negative_slope) {
   Call call = checked_call(kKind, input, weight, bias, residual, 0, eps, activation, negative_slope);
   return normalize_and_update(std::move(call), running_mean, running_var, momentum, true).both();
+}
+
+// In evaluation, into the memory of the input.
+void batch_norm_in_place(Tensor input, const Tensor& running_mean, const Tensor& running_var,
+                         const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
+                         double eps, const Name& activation, double negative_slope) {
+  Call call = checked_call(Kind::Batch, input, weight, bias, residual, 0, eps, activation, negative_slope);
+  check_running(call, running_mean, running_var);
+  MYVISION_CHECK(call.op, is_dense(input), "input must be contiguous or channels_last to be written to, but has shape ",
+                 shape_name(input.sizes()), " and strides ", shape_name(input.strides()));
+  const Running running(call, running_mean, running_var);
+  running.use_in(call.params);
+  call.params.statistics_from = StatisticsFrom::Running;
+  write_output(call, Tensor(), input);
 }
 
 Tensor group_norm(const Tensor& input, int64_t num_groups, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -326,6 +355,8 @@ std::tuple<Tensor, Tensor> batch_norm_finish(const Tensor& grad_output, const Te
 MYVISION_SCHEMAS(m) {
   m.def("batch_norm" PURE " -> Tensor");
   m.def("batch_norm.update" UPDATING " -> Tensor");
+  m.def("_batch_norm_in_place(Tensor(a!) input, Tensor running_mean, Tensor running_var, " AFFINE
+        ", float eps, " ACTIVATION ") -> ()");
   m.def("_batch_norm_forward" PURE " -> (Tensor, Tensor)");
   m.def("_batch_norm_forward.update" UPDATING " -> (Tensor, Tensor)");
   m.def("instance_norm" PURE " -> Tensor");
@@ -348,6 +379,7 @@ MYVISION_IMPLEMENTATIONS(m) {
   using myvision::Kind;
   m.impl("batch_norm", TORCH_BOX(&myvision::norm<Kind::Batch>));
   m.impl("batch_norm.update", TORCH_BOX(&myvision::norm_update<Kind::Batch>));
+  m.impl("_batch_norm_in_place", TORCH_BOX(&myvision::batch_norm_in_place));
   m.impl("_batch_norm_forward", TORCH_BOX(&myvision::norm_forward<Kind::Batch>));
   m.impl("_batch_norm_forward.update", TORCH_BOX(&myvision::norm_forward_update<Kind::Batch>));
   m.impl("instance_norm", TORCH_BOX(&myvision::norm<Kind::Instance>));
