@@ -183,7 +183,7 @@ BACKWARD = "autograd::engine::evaluate_function: "
 # Names of events, ours and torch's: what a normalisation takes in, if it can.
 FAMILIES = {
     "batch_norm": {
-        "norm": ("aten::batch_norm", "myvision::batch_norm"),
+        "norm": ("aten::batch_norm", "myvision::batch_norm", "myvision::_batch_norm_in_place"),
         "around": ("aten::add", "aten::add_", "aten::relu", "aten::relu_"),
         "backward": ("NativeBatchNormBackward0", "BatchNormBackward", "BatchNorm.UpdateBackward", "ReluBackward0"),
     },

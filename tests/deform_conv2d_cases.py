@@ -140,4 +140,5 @@ CASES = [
     Case(batch=1, in_channels=70, out_channels=70, image=(11, 13), groups=2, offset_groups=2),
     Case(batch=1, in_channels=32, out_channels=16, image=(20, 37), reach=20),
     Case(batch=1, in_channels=70, out_channels=3, kernel=(2, 1), image=(5, 6)),  # more channels than a tile has rows
+    Case(batch=1, in_channels=3, out_channels=300, kernel=(1, 2), image=(3, 5)),  # more outputs than are summed at once
 ]

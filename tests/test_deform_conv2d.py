@@ -152,6 +152,18 @@ def test_far_positions_touch_nothing_else(case: Case, floating_dtype: torch.dtyp
         assert actual.isfinite().all()
 
 
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 3.0])
+def test_positions_outside_have_no_slope_whatever_the_mask_is(
+    factor: float, floating_dtype: torch.dtype, device: str
+) -> None:
+    case = CASES[0]
+    tensors, grad_output = case.tensors(floating_dtype, device), case.grad_output(floating_dtype, device)
+    tensors[2].fill_(1e4)
+    tensors[3].fill_(factor)
+    _, _, grad_offset, *_ = case.gradients(tensors, grad_output)
+    assert not grad_offset.any()
+
+
 def test_half_types_keep_exact_positions(device: str) -> None:
     input = torch.arange(300.0, device=device).expand(1, 1, 1, 300).to(torch.bfloat16)
     offset = torch.full((1, 2, 1, 300), 0.0, dtype=torch.bfloat16, device=device)

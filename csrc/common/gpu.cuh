@@ -191,8 +191,9 @@ __device__ __forceinline__ void store_pack(T* data, int64_t stride, const Pack<T
 // ---- grids ----------------------------------------------------------------------------------------------------------
 
 // Every kernel loops until its work is done, whatever the grid.
-#if !defined(MYVISION_EMULATOR)                   // which takes few, so that small tests make blocks loop
-inline constexpr int64_t kMaxBlocks = INT32_MAX;  // of a grid's x dimension
+#if !defined(MYVISION_EMULATOR)                              // which takes little of both, so that small tests loop
+inline constexpr int64_t kMaxBlocks = INT32_MAX;             // of a grid's x dimension
+inline constexpr int64_t kScratchBytes = int64_t(64) << 20;  // beside the tensors, where parts of a batch do
 #endif
 inline constexpr int kWalkThreads = 256;         // of a block that walks over elements, one per thread and step
 inline constexpr int64_t kWalkBlocks = 1 << 16;  // fills any GPU many times over

@@ -56,6 +56,7 @@ using simt::kWarpSize;
 using simt::launch_error;
 
 inline constexpr int64_t kMaxBlocks = 3;
+inline constexpr int64_t kScratchBytes = 512;  // so that batches are done in parts
 inline constexpr bool kHasMma = kWarpSize == 32;
 template <typename Kernel>
 bool device_has_mma(Kernel*) {

@@ -52,7 +52,7 @@ void plan_samples(const AxisSamples<T>& y, const AxisSamples<T>& x, const Vec<T>
   (lower - lower_right).store(plan + kCorner10 * kPlanRow);
   lower_right.store(plan + kCorner11 * kPlanRow);
   Vec<T>::blendv(outside, at::vec::cast<T>(first), inside).store(plan + kFirst * kPlanRow);
-  mask.store(plan + kMask * kPlanRow);
+  m.store(plan + kMask * kPlanRow);  // outside what it multiplies is 0, which infinity would turn into NaN
   fy.store(plan + kFractionY * kPlanRow);
   fx.store(plan + kFractionX * kPlanRow);
 }

@@ -11,9 +11,8 @@ namespace {
 constexpr int64_t kEnoughBlocks = 256;  // a smaller tile is better than fewer blocks: large GPUs run these at once
 constexpr int64_t kWantedWeightBlocks = 512;  // the weight's gradient is split until it has as many
 constexpr int64_t kMaxPartialBytes = 32 << 20;
-constexpr int64_t kMaxInputBytes = 64 << 20;  // of float gradients of half inputs; one image at the least
-constexpr int64_t kMaxCount = 1 << 30;        // of what the kernels count in 32 bits, with room to round up
-constexpr int64_t kAlignment = 256;           // of the parts of the workspace
+constexpr int64_t kMaxCount = 1 << 30;  // of what the kernels count in 32 bits, with room to round up
+constexpr int64_t kAlignment = 256;     // of the parts of the workspace
 
 // Forward takes the largest tile of which the output channels of a group fill more than half the rows.
 template <typename Real>
@@ -111,11 +110,11 @@ bool accumulates_in_workspace(const DeformConv2dParams& params, const DeformConv
 
 int64_t image_count(const DeformConv2dParams& params) { return params.in_channels * params.height * params.width; }
 
-// How many images the kernels take at a time.
+// How many images the kernels take at a time: half inputs have gradients in float, which are scratch memory.
 int64_t images_of_part(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
   if (!accumulates_in_workspace(params, gradients)) return params.batch;
   const int64_t image_bytes = image_count(params) * sizeof(float);
-  return std::max<int64_t>(std::min(kMaxInputBytes / image_bytes, params.batch), 1);
+  return std::max<int64_t>(std::min(kScratchBytes / image_bytes, params.batch), 1);
 }
 
 int64_t input_gradient_bytes(const DeformConv2dParams& params, const DeformConv2dGradients& gradients) {
