@@ -282,3 +282,16 @@ for case in SMOOTH:
     assert gradgradcheck(function(case), leaves(case), fast_mode=True)
 """
     )
+
+
+def test_what_backward_keeps_has_no_gradient() -> None:
+    """The statistics that forward returns beside its result, to levels of torch.func and to whoever calls it."""
+    x = random_tensor(2, 4, 3).requires_grad_()
+    ops, options = torch.ops.myvision, (1e-5, None, 0.0)
+    for output, statistics in (
+        ops._layer_norm_forward(x, [3], None, None, None, False, *options),
+        ops._batch_norm_forward(x, None, None, None, None, None, *options),
+        ops._group_norm_forward(x, 2, None, None, None, *options),
+    ):
+        assert output.requires_grad
+        assert not statistics.requires_grad
