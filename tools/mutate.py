@@ -72,7 +72,7 @@ def verdict(mutation: Mutation, quick: bool) -> str:
         return f"the text occurs {text.count(mutation.before)} times: correct mutations.py"
     path.write_text(text.replace(mutation.before, mutation.after))
     try:
-        if mutation.path.endswith((".h", ".cpp")) and build():
+        if build():  # in Python too: the library still has the fault before this one
             return "make test: it does not compile"
         for who, share, files in searches(mutation, quick):
             if test := failing_test(share, files):
