@@ -97,7 +97,7 @@ template <typename In, typename T = Compute<In>>
 // ---- across: every line that arrives has one number of each column
 
 // Distances are from the mean of the lines before, which is as good as a column's own: where it is far off, the
-// columns' spread is as large. They are summed over a few lines at a time, at first as many as came before.
+// columns' spread is as large. They are summed over a few lines at a time, at first thrice as many as came before.
 template <typename T>
 class ColumnMoments {
  public:
@@ -109,7 +109,7 @@ class ColumnMoments {
   void add(const S* x, int64_t pitch, int64_t lines) {
     if (lines > 0 && count_ == 0 && pending_ == 0) start(x);
     while (lines > 0) {
-      const int64_t wanted = std::clamp(count_, kFewestLines, kMostLines) - pending_;
+      const int64_t wanted = std::clamp(3 * count_, kFewestLines, kMostLines) - pending_;
       const int64_t taken = std::min(lines, wanted);
       add_distances(x, pitch, taken);
       if (taken == wanted) merge_pending();
@@ -163,8 +163,9 @@ class ColumnMoments {
 
   void merge_pending() {
     const double lines = static_cast<double>(pending_), share = lines / static_cast<double>(count_ + pending_);
+    const double line = 1 / lines;  // a division for each column would take longer than its numbers
     for (int64_t i = 0; i < columns_; ++i) {
-      const double rest = static_cast<double>(pending_distances_[i]) / lines;
+      const double rest = static_cast<double>(pending_distances_[i]) * line;
       const double squares = static_cast<double>(pending_squares_[i]) - lines * rest * rest;
       const double step = static_cast<double>(center_[i]) + rest - mean_[i];
       mean_[i] += step * share;

@@ -17,6 +17,9 @@ namespace {
 template <typename T>
 constexpr int64_t kBlock = ColumnMoments<T>::kColumns;
 
+// Lines across channels that are worth having in a block: sums and coefficients are read once for several.
+constexpr int64_t kLinesAtOnce = 16;
+
 bool merges_batch(const Strided4& tensor, int64_t width) {
   return tensor.data == nullptr || width == 1 || tensor.stride[0] == width * tensor.stride[3];
 }
@@ -35,6 +38,7 @@ struct Layout {
   bool along;     // a line runs through pixels rather than channels, as most of input's neighbours do
   bool in_place;  // all lines lie side by side
   bool crossed;   // some tensor's neighbours are those of other lines
+  bool buffered;  // lines, or what goes into the activation, are brought into buffers
 };
 
 template <typename... Tensors>
@@ -43,8 +47,9 @@ Layout layout_of(const BatchNormParams& p, const Tensors&... tensors) {
   const bool along = p.width > 1 && (p.channels == 1 || pixel == 1 || (channel != 1 && pixel <= channel));
   const auto step = [&](const Strided4& tensor) { return tensor.stride[along ? 3 : 1]; };
   const auto crossed = [&](const Strided4& tensor) { return step(tensor) != 1 && tensor.stride[along ? 1 : 3] == 1; };
-  return {along, ((tensors.data == nullptr || step(tensors) == 1) && ...),
-          ((tensors.data != nullptr && crossed(tensors)) || ...)};
+  const bool in_place = ((tensors.data == nullptr || step(tensors) == 1) && ...);
+  return {along, in_place, ((tensors.data != nullptr && crossed(tensors)) || ...),
+          !in_place || !is_in_loops(p.activation.kind)};
 }
 
 // Forward and backward share this base. S is the type that lines are used in, T the one computed in.
@@ -54,7 +59,8 @@ class Kernel {
   Kernel(const BatchNormParams& params, const Layout& layout, bool once)
       : p(params),
         along(layout.along),
-        partition({p.batch, p.channels, p.height, p.width}, p.groups, along, layout.crossed, once, kBlock<T>),
+        partition({p.batch, p.channels, p.height, p.width}, p.groups, along, layout.crossed, once, kBlock<T>,
+                  along || layout.buffered ? 1 : kLinesAtOnce),
         input(view(p.input)),
         residual(view(p.residual)),
         coefficients_(kArrays * partition.slices() * p.channels * sizeof(T)) {}
@@ -440,14 +446,14 @@ class Backward : Kernel<S> {
   template <bool ALONG, typename Gradients>
   void add_sums(const Gradients& gradients, Lines<const S> x, Lines<S> copy, const Block& block, Sums* of_channel,
                 ColumnSums<T>& columns) {
-    for (int64_t line = 0; line < Base::lines(block); ++line) {
-      S* copy_line = copy.data == nullptr ? nullptr : copy[line];
-      if constexpr (ALONG) {
+    if constexpr (ALONG) {
+      for (int64_t line = 0; line < Base::lines(block); ++line) {
         const T mean = *array(Base::kMean, Base::index(block) + line);
+        S* copy_line = copy.data == nullptr ? nullptr : copy[line];
         of_channel[line].add(sums_along(gradients(line), x[line], mean, block.pixels, copy_line));
-      } else {
-        columns.add(gradients(line), x[line], copy_line);
       }
+    } else {
+      columns.add(gradients, x, copy, Base::lines(block));
     }
   }
 

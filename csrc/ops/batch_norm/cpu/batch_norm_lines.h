@@ -204,16 +204,11 @@ class ColumnSums {
 
   ColumnSums(const T* mean, int64_t columns, Sums* sums) : mean_(mean), columns_(columns), sums_(sums) { clear(); }
 
-  template <typename Gradient, typename S>
-  [[gnu::flatten]] void add(const Gradient& gradient, const S* x, S* copy) {
-    for_each_vector<T, 1>(columns_, [&](int, int64_t i, int64_t count) {
-      const Vec<T> g = gradient.at(i, count);
-      if (copy != nullptr) store(g, copy + i, count);
-      const Vec<T> distance = load<T>(x + i, count) - load<T>(mean_ + i, count);
-      store(load<T>(gradients_ + i) + g, gradients_ + i);
-      store(at::vec::fmadd(g, distance, load<T>(products_ + i)), products_ + i);
-    });
-    if (++pending_ == kMostLines) finish();
+  template <typename Gradients, typename S>
+  void add(const Gradients& gradients, Lines<const S> x, Lines<S> copy, int64_t lines) {
+    int64_t line = 0;
+    for (; line + 4 <= lines; line += 4) add_lines<4>(gradients, x, copy, line);
+    for (; line < lines; ++line) add_lines<1>(gradients, x, copy, line);
   }
 
   void finish() {
@@ -224,6 +219,28 @@ class ColumnSums {
 
  private:
   static constexpr int64_t kMostLines = 64;  // summed up in T
+
+  // All lines are loaded before any is stored: what they have in common then stays in registers.
+  template <int LINES, typename Gradients, typename S>
+  [[gnu::flatten]] void add_lines(const Gradients& gradients, Lines<const S> x, Lines<S> copy, int64_t first) {
+    for_each_vector<T, 1>(columns_, [&](int, int64_t i, int64_t count) {
+      const Vec<T> mean = load<T>(mean_ + i, count);
+      Vec<T> sum = load<T>(gradients_ + i), products = load<T>(products_ + i), g[LINES];
+#pragma GCC unroll 4
+      for (int line = 0; line < LINES; ++line) {
+        g[line] = gradients(first + line).at(i, count);
+        sum = sum + g[line];
+        products = at::vec::fmadd(g[line], load<T>(x[first + line] + i, count) - mean, products);
+      }
+      store(sum, gradients_ + i);
+      store(products, products_ + i);
+      if (copy.data == nullptr) return;
+#pragma GCC unroll 4
+      for (int line = 0; line < LINES; ++line) store(g[line], copy[first + line] + i, count);
+    });
+    pending_ += LINES;
+    if (pending_ >= kMostLines) finish();
+  }
 
   void clear() {
     for (int64_t i = 0; i < columns_; i += Vec<T>::size()) {

@@ -30,13 +30,15 @@ struct Block {
 
 class Partition {
  public:
-  // `crossed`: some tensor lies along the other dimension than input does. `once`: nothing is read twice.
-  Partition(const Shape4& shape, int64_t groups, bool along, bool crossed, bool once, int64_t block_numbers)
+  // `crossed`: some tensor lies along the other dimension than input does. `once`: nothing is read twice. A block has
+  // at most so many numbers, but always as many lines.
+  Partition(const Shape4& shape, int64_t groups, bool along, bool crossed, bool once, int64_t block_numbers,
+            int64_t least_lines)
       : shape_(shape), along_(along), once_(once) {
     group_channels_ = groups == 0 ? 1 : shape.channels / groups;
     slices_ = groups == 0 ? 1 : shape.batch;
     slice_pixels_ = (groups == 0 ? shape.batch : 1) * shape.height * shape.width;
-    set_blocks(crossed ? kCrossed : block_numbers, block_numbers);
+    set_blocks(crossed ? kCrossed : block_numbers, block_numbers, least_lines);
     set_units(block_numbers);
   }
 
@@ -128,11 +130,11 @@ class Partition {
   // The order is that of memory or, where tiles are read again, that of units.
   Tile tile_in_order(int64_t i) const { return once_ ? tile(i % units(), i / units()) : tile(i / parts_, i % parts_); }
 
-  void set_blocks(int64_t most_in_line, int64_t numbers) {
+  void set_blocks(int64_t most_in_line, int64_t numbers, int64_t least_lines) {
     int64_t& in_line = along_ ? block_pixels_ : block_channels_;
     int64_t& lines = along_ ? block_channels_ : block_pixels_;
     in_line = std::clamp(along_ ? shape_.width : shape_.channels, int64_t(1), most_in_line);
-    lines = numbers / in_line;
+    lines = std::max(numbers / in_line, least_lines);
   }
 
   // A unit is whole groups: along, as many as stay in L2; across, as many as fit a block, so that memory is read in
