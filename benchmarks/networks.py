@@ -8,6 +8,7 @@ activations around them, as these are what ours takes in.
 from __future__ import annotations
 
 import copy
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,7 @@ from myvision._convert import convert
 
 from .harness import EAGER, OURS, Bar, Case, Function, Limits, Result, Settings, TimeCase
 
+PROFILED_STEPS = 7  # of each, in turns
 CLASSES = 1000
 
 
@@ -213,50 +215,49 @@ class ProfileCase:
 
     def measure(self, settings: Settings, limits: Limits) -> list[Result]:
         functions = self.mode.functions(self.network, settings.device)
+        steps: dict[str, list[list[Any]]] = {name: [] for name in functions}
         with self.mode.context():
-            events = {name: _events(function, settings) for name, function in functions.items()}
-        return [row for family in FAMILIES for row in self._rows(family, events, profiled_steps(settings))]
+            for function in functions.values():
+                function()
+            for _ in range(1 if settings.quick else PROFILED_STEPS):
+                for name, function in functions.items():
+                    steps[name].append(_events(function))
+        return [row for family in FAMILIES for row in self._rows(family, steps)]
 
-    def _rows(self, family: str, events: Mapping[str, list[Any]], steps: int) -> list[Result]:
-        milliseconds = {name: _milliseconds(found, family) for name, found in events.items()}
-        calls = Counter(_shape(event) for event in events[EAGER] if event.name in FAMILIES[family]["norm"])
-        group = f"{self.group}: {family}"
-        rows = []
-        for direction, shape in sorted(milliseconds[EAGER], key=lambda place: (place[0] != "forward", place[1])):
-            if not calls[shape]:
-                continue
-            figures = {name: times[direction, shape] / calls[shape] for name, times in milliseconds.items()}
-            name = f"{direction} {'x'.join(map(str, shape))}, {calls[shape] // steps} calls"
+    def _rows(self, family: str, steps: Mapping[str, list[list[Any]]]) -> list[Result]:
+        calls = Counter(_shape(event) for event in steps[EAGER][0] if event.name in FAMILIES[family]["norm"])
+        milliseconds = {
+            name: [_milliseconds(events, family, calls) for events in found] for name, found in steps.items()
+        }
+        group, rows = f"{self.group}: {family}", []
+        for direction, shape in sorted(milliseconds[EAGER][0], key=lambda place: (place[0] != "forward", place[1])):
+            figures = {
+                name: statistics.median(step[direction, shape] for step in found) / calls[shape]
+                for name, found in milliseconds.items()
+            }
+            name = f"{direction} {'x'.join(map(str, shape))}, {calls[shape]} calls"
             rows.append(Result(group, name, "ms", figures))
         if rows:
-            of_step = {
-                name: sum(time for (_, shape), time in times.items() if calls[shape]) / steps
-                for name, times in milliseconds.items()
-            }
+            of_step = {name: statistics.median(sum(s.values()) for s in found) for name, found in milliseconds.items()}
             rows.append(Result(f"{group} in all", f"batch {self.mode.batch}", "ms", of_step))
         return rows
 
 
-def profiled_steps(settings: Settings) -> int:
-    return 1 if settings.quick else 5
-
-
-def _events(function: Function, settings: Settings) -> list[Any]:
-    """The outermost events of some steps."""
-    function()
+def _events(function: Function) -> list[Any]:
+    """The outermost events of a step."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        for _ in range(profiled_steps(settings)):
-            function()
+        function()
     return [event for event in profiler.events() if event.cpu_parent is None]
 
 
-def _milliseconds(events: Iterable[Any], family: str) -> dict[Place, float]:
+def _milliseconds(events: Iterable[Any], family: str, calls: Mapping[tuple[int, ...], int]) -> dict[Place, float]:
+    """Of a step, at each shape that is normalised."""
     names = FAMILIES[family]
     found: dict[Place, float] = defaultdict(float)
     for event in events:
-        if event.name in (*names["norm"], *names["around"]):
+        if event.name in (*names["norm"], *names["around"]) and _shape(event) in calls:
             found["forward", _shape(event)] += event.cpu_time_total / 1e3
-        elif event.name.removeprefix(BACKWARD) in names["backward"]:
+        elif event.name.removeprefix(BACKWARD) in names["backward"] and _shape(event.cpu_children[0]) in calls:
             found["backward", _shape(event.cpu_children[0])] += event.cpu_time_total / 1e3
     return found
 
