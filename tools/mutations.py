@@ -42,9 +42,7 @@ MUTATIONS = [
         "WideLanes::store_narrow(lanes[0].c3, lanes[1].c2,",
         "attention",
     ),
-    Mutation(
-        "csrc/common/gpu.cuh", "warp / warps * warps + warp % step;", "warp / warps * warps;", "norm norm_kernels"
-    ),
+    Mutation("csrc/common/gpu.cuh", "warp / warps * warps + warp % step;", "warp / warps * warps;", "simt norm"),
     Mutation(
         "csrc/common/norm.cuh", "(x - mean) * rstd - rest * rstd; }", "(x - mean) * rstd + rest * rstd; }", "norm"
     ),
