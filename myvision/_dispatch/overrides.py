@@ -34,19 +34,15 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def is_observed(tensor: Tensor) -> bool:
-    """Whether a mode of torch, or its own class, may have kept the tensor that an operator has just returned."""
-    if torch.compiler.is_compiling():  # a graph has no such modes, and its compiler cannot ask
-        return False
-    return type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack() > 0
-
-
 def may_be_overwritten(tensor: Tensor) -> bool:
     """Whether nobody sees it if an operator writes over a tensor that another one has just returned.
 
-    Not where gradients may be asked for, nor where calls are recorded for other tools than a compiler, which sees by
-    itself whether there are more readers.
+    Not where gradients may be asked for, nor where a mode of torch or the tensor's own class may have kept it. A
+    compiler finds by itself whether there are more readers.
     """
     if torch.is_grad_enabled() or is_tracing() or torch.compiler.is_exporting():
         return False
-    return torch.compiler.is_compiling() or not (is_observed(tensor) or torch._C._are_functorch_transforms_active())
+    if torch.compiler.is_compiling():
+        return True
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return type(tensor) is Tensor and modes == 0 and not torch._C._are_functorch_transforms_active()

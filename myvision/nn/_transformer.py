@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from myvision._dispatch.overrides import is_observed
 from myvision.nn._leaf import Leaf
 from myvision.nn.attention import MultiheadAttention
 from myvision.nn.layer_norm import LayerNorm
@@ -45,7 +44,7 @@ class TransformerLayer(Leaf):
         layer: Any = self
         if self._overrides("_ff_block"):
             return layer._ff_block(x), None
-        return layer.linear2(layer.dropout(_activated(layer, layer.linear1(x)))), dropout
+        return layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))), dropout
 
 
 def add_norm(branch: Tensor, dropout: nn.Module | None, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -69,9 +68,3 @@ def is_replaced(module: nn.Module) -> bool:
     """Whether only a call of the module does all it does: it has hooks, or a ``forward`` of its own on the instance."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return "forward" in module.__dict__ or any(map(len, hooks)) or bool(_has_any_global_hook())
-
-
-def _activated(layer: Any, hidden: Tensor) -> Tensor:
-    """In place where no one can have kept what the first linear layer returned: new memory costs more than ReLU."""
-    is_own = type(layer.linear1) is nn.Linear and not is_replaced(layer.linear1) and not is_observed(hidden)
-    return hidden.relu_() if is_own and layer.activation is F.relu else layer.activation(hidden)
