@@ -22,6 +22,7 @@ TILES = [  # around a tile of 64 rows, and of 64, 32 or 16 columns
     ONE.but(queries=63, keys=65, width=64, value_width=64, is_causal=True),
     ONE.but(queries=130, keys=131, is_causal=True, causal_alignment="bottom_right"),
     ONE.but(queries=65, keys=200, window=(40, 20), causal_alignment="bottom_right"),
+    ONE.but(queries=130, keys=130, window=(1, 1)),  # a tile's last key is seen by the first query of another tile
     ONE.but(queries=70, keys=33, width=72, value_width=128),
     ONE.but(queries=33, keys=70, width=128, value_width=8, is_causal=True),
     ONE.but(queries=20, keys=40, width=256, value_width=256),
