@@ -17,9 +17,11 @@ import sanitizer
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "asan"
 SOURCES = ["csrc", "myvision", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"]
-TESTS = [f"tests/test_{name}.py" for name in ("my_add", "deform_conv2d", "deform_conv2d_errors", "norm", "attention")]
+FILES = ("my_add", "deform_conv2d", "deform_conv2d_errors", "norm", "batch_norm", "attention")
+TESTS = [f"tests/test_{name}.py" for name in FILES]
 # What comes near the edges: odd shapes, strides with gaps, positions that are far off, infinite or NaN, bad input.
-SELECTED = "(far or any_ or empty or wanted or layout and not norm or lengths or 32_bits or bad_input) and not emulated"
+NAMES = "far or any_ or in_place or empty or wanted or layout and not norm or lengths or 32_bits or bad_input"
+SELECTED = f"({NAMES}) and not emulated"
 
 
 def build() -> None:
