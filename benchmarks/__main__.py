@@ -40,8 +40,9 @@ def benchmark(operator: str) -> ModuleType:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--quick", action="store_true", help="small shapes, one pass: shows that everything runs")
-    parser.add_argument("--ops", nargs="+", choices=operators(), default=operators(), help="default: all of them")
-    parser.add_argument("--networks", action="store_true", help="whole networks instead, needs torchvision")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument("--ops", nargs="+", choices=operators(), default=operators(), help="default: all of them")
+    measured.add_argument("--networks", action="store_true", help="whole networks instead, needs torchvision")
     parser.add_argument("--filter", type=_regex, default="", help="regular expression: only cases that it matches")
     parser.add_argument("--threads", type=int, help="default: as torch has it")
     parser.add_argument("--seconds", type=float, help="for each case; default: 2, or 0.02 with --quick")
