@@ -40,7 +40,7 @@ class Product {
   static constexpr int64_t kRows = GemmTile<T>::kRows, kCols = GemmTile<T>::kCols;
   // A panel of the right operand stays in L1, a block of the left one and one of the result in L2.
   static constexpr int64_t kDepth = 384 * sizeof(float) / sizeof(T);
-  static constexpr int64_t kBlockRows = 12 * kRows, kGroup = 24;  // panels that a block of the left one meets
+  static constexpr int64_t kBlockRows = 12 * kRows, kGroup = 1024 / kCols;  // panels that a block of the left one meets
   // Where strips of the left operand begin: a strip may be written a vector at a time, beyond its end.
   static constexpr int64_t kStrip = kRows * kDepth + at::vec::Vectorized<T>::size();
 
@@ -177,7 +177,7 @@ class Product {
     const int64_t group = ceil_div(part.panels, groups);
     row_blocks = ceil_div(part.rows, block_rows), groups = ceil_div(part.panels, group);
     parallel_tasks(workers_for(row_blocks * groups), row_blocks * groups, [&](int64_t task, int64_t) {
-      const int64_t row = part.row + task / groups * block_rows, first = task % groups * group;
+      const int64_t row = part.row + task % row_blocks * block_rows, first = task / row_blocks * group;
       const int64_t rows = std::min(block_rows, part.row + part.rows - row), panels = std::min(group, part.panels - first);
       const int64_t c_size = block_rows * kCols, left_size = ceil_div(block_rows, kRows) * kStrip;
       const Workspace buffers((left_size + (sums ? 0 : panels * c_size)) * sizeof(T));
@@ -187,12 +187,17 @@ class Product {
         const int64_t k = (part.depth_block + block) * kDepth, depth = std::min(kDepth, size_.depth - k);
         left_(row, rows, k, depth, (part.panel + first) * kCols, left);
         for (int64_t i = 0; i < panels; ++i) {
-          T* const sum = c + i * c_size;
-          multiply(left, packed + ((first + i) * part.depth_blocks + block) * kDepth * kCols, rows, depth, sum, k > 0);
-          if (k + kDepth < size_.depth) continue;
-          const int64_t column = (part.panel + first + i) * kCols;
-          finish_(row, rows, column, std::min(kCols, size_.columns - column), sum);
+          multiply(left, packed + ((first + i) * part.depth_blocks + block) * kDepth * kCols, rows, depth,
+                   c + i * c_size, k > 0);
         }
+        if (k + kDepth < size_.depth) continue;
+        // Row by row, so that memory is written a page after the other.
+        for (int64_t i = 0; i < rows; i += kRows)
+          for (int64_t j = 0; j < panels; ++j) {
+            const int64_t column = (part.panel + first + j) * kCols;
+            finish_(row + i, std::min(kRows, rows - i), column, std::min(kCols, size_.columns - column),
+                    c + j * c_size + i * kCols);
+          }
       }
     });
   }

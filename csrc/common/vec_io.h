@@ -141,6 +141,26 @@ inline void store_pair(const Vec<T>& first, const Vec<T>& second, Out* to) {
   }
 }
 
+// The same past the caches, into whole lines of theirs that nobody reads soon: these need not be fetched first. To be
+// followed by end_of_stream before another thread reads.
+template <typename T, typename Out>
+inline void stream_pair(const Vec<T>& first, const Vec<T>& second, Out* to) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  alignas(64) Out line[2 * Vec<T>::size()];
+  store_pair(first, second, line);
+  for (std::size_t i = 0; i < sizeof(line); i += sizeof(__m256i))
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(reinterpret_cast<char*>(to) + i),
+                        _mm256_load_si256(reinterpret_cast<const __m256i*>(reinterpret_cast<const char*>(line) + i)));
+#else
+  store_pair(first, second, to);
+#endif
+}
+inline void end_of_stream() {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  _mm_sfence();
+#endif
+}
+
 // The first n lanes, zeros after them.
 template <typename T>
 inline Vec<T> keep(const Vec<T>& value, int64_t n) {

@@ -209,6 +209,7 @@ void forward(const LinearParams& p) {
       forward_any<S>(p, [&](int64_t row, int64_t rows, int64_t column, int64_t columns, const T* c) {
         Epilogue<decltype(kind)::value, S> finish(p);
         for (int64_t i = 0; i < rows; ++i) finish(Span{row + i, column, columns}, c + i * Product<T>::kCols);
+        end_of_stream();
       });
     });
   });

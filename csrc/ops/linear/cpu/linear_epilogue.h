@@ -26,42 +26,76 @@ inline const S* read(const Matrix& matrix, const Span& span, S* buffer) {
   return buffer;
 }
 
+// Whether a matrix of so many bytes, whose rows follow one another, is written past the caches a panel of a product at a
+// time: one that does not stay in them, in whole lines.
+template <typename S>
+inline bool is_streamed(const void* data, int64_t rows, int64_t columns) {
+  constexpr int64_t kLine = 64, kLeastBytes = int64_t(16) << 20;
+  const int64_t pitch = columns * static_cast<int64_t>(sizeof(S));
+  return 2 * Vec<Compute<S>>::size() * sizeof(S) % kLine == 0 && pitch % kLine == 0 && rows * pitch >= kLeastBytes &&
+         reinterpret_cast<std::uintptr_t>(data) % kLine == 0;
+}
+
 // output = dropout(activation(product + bias)) + residual.
 template <ActivationKind KIND, typename S, typename T = Compute<S>>
 class Epilogue {
+  static constexpr int64_t kPair = 2 * Vec<T>::size();
+
  public:
-  explicit Epilogue(const LinearParams& p) : p_(p), dropout_(p.dropout_p, p.seed) {}
+  explicit Epilogue(const LinearParams& p)
+      : p_(p), dropout_(p.dropout_p, p.seed), streams_(is_streamed<S>(p.output, p.rows, p.outputs)) {}
 
   // Product has numbers of type P.
   template <typename P>
   void operator()(const Span& span, const P* product) {
     const int64_t element = span.row * p_.outputs + span.column;
-    const S* const bias = p_.bias ? static_cast<const S*>(p_.bias) + span.column : nullptr;
-    const S* const residual = p_.residual.data ? read<S>(p_.residual, span, buffer_) : nullptr;
-    const T* const factors = dropout_.is_on() ? dropout_.factors(element, span.count) : nullptr;
+    const Sources from{p_.bias ? static_cast<const S*>(p_.bias) + span.column : nullptr,
+                       p_.residual.data ? read<S>(p_.residual, span, buffer_) : nullptr,
+                       dropout_.is_on() ? dropout_.factors(element, span.count) : nullptr,
+                       static_cast<T>(p_.activation.negative_slope)};
     S* const preactivation = p_.preactivation ? static_cast<S*>(p_.preactivation) + element : nullptr;
-    finish(product, span.count, bias, residual, factors, preactivation, static_cast<S*>(p_.output) + element,
-           static_cast<T>(p_.activation.negative_slope));
+    S* const output = static_cast<S*>(p_.output) + element;
+    if (span.count == kPair) return finish_pair(from, product, preactivation, output);
+    for (int64_t i = 0; i < span.count; i += Vec<T>::size()) {
+      const int64_t n = span.count - i;
+      const Vec<T> z = from.argument(load<T>(product + i, n), i, n);
+      if (preactivation) store(z, preactivation + i, n);
+      store(from.result(z, i, n), output + i, n);
+    }
   }
 
  private:
-  template <typename P>
-  static void finish(const P* product, int64_t count, const S* bias, const S* residual, const T* factors,
-                     S* preactivation, S* output, T negative_slope) {
-    for (int64_t i = 0; i < count; i += Vec<T>::size()) {
-      const int64_t n = count - i;
-      Vec<T> z = load<T>(product + i, n);
-      if (bias) z = z + load<T>(bias + i, n);
-      if (preactivation) store(z, preactivation + i, n);
+  // What stands beside a span of the product; null where there is none.
+  struct Sources {
+    const S *bias, *residual;
+    const T* factors;
+    T negative_slope;
+
+    Vec<T> argument(const Vec<T>& product, int64_t i, int64_t n) const {
+      return bias ? product + load<T>(bias + i, n) : product;
+    }
+    Vec<T> result(const Vec<T>& z, int64_t i, int64_t n) const {
       Vec<T> y = activate<KIND>(z, negative_slope);
       if (factors) y = y * load<T>(factors + i, n);
-      if (residual) y = y + load<T>(residual + i, n);
-      store(y, output + i, n);
+      return residual ? y + load<T>(residual + i, n) : y;
     }
+  };
+
+  template <typename P>
+  void finish_pair(const Sources& from, const P* product, S* preactivation, S* output) const {
+    constexpr int64_t kSize = Vec<T>::size();
+    const Vec<T> z0 = from.argument(load<T>(product), 0, kSize), z1 = from.argument(load<T>(product + kSize), kSize, kSize);
+    if (preactivation) store_pair(z0, z1, preactivation);
+    const Vec<T> y0 = from.result(z0, 0, kSize), y1 = from.result(z1, kSize, kSize);
+    if (streams_)
+      stream_pair(y0, y1, output);
+    else
+      store_pair(y0, y1, output);
   }
 
   const LinearParams& p_;
   Dropout<T> dropout_;
+  bool streams_;
   S buffer_[Dropout<T>::kChunk];
 };
 
