@@ -277,19 +277,23 @@ def test_only_needed_gradients_are_computed(case: Case, wanted: list[str], devic
         torch.testing.assert_close(gradients[name], all_gradients[name])
 
 
-def test_every_instruction_set(instruction_set: str) -> None:
-    run_python(
-        f"""
-import itertools, torch
+CHECK_ALL = """
+import itertools
 from helpers import FLOATING_DTYPES
 from linear_cases import CASES, LAYOUTS, Case
-assert torch.ops.myvision._cpu_capability().lower() == {instruction_set!r}
 layouts = itertools.cycle(LAYOUTS)
 for case, dtype in itertools.product([*CASES, Case((37,), 70, 65), Case((1,), 33, 200)], FLOATING_DTYPES):
     case.check(dtype, layout=next(layouts))
-""",
-        instruction_set,
-    )
+"""
+
+
+def test_every_instruction_set(instruction_set: str) -> None:
+    run_python(CHECK_ALL, instruction_set, MYVISION_PRODUCT="own")
+
+
+def test_torchs_product() -> None:
+    """Which the operator takes where it is faster, or where it is told to."""
+    run_python(CHECK_ALL, MYVISION_PRODUCT="torch")
 
 
 # ---- nested tensors --------------------------------------------------------------------------------------------------
