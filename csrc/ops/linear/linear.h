@@ -44,7 +44,8 @@ struct LinearGradients {
 MYVISION_CPU_KERNEL(linear, forward, LinearParams)
 MYVISION_CPU_KERNEL(linear, backward, LinearParams, LinearGradients)
 
-// What follows a product that another library has computed: output, which may be the product's own memory.
+// What follows a product that torch has computed, its bias added: output, which may be the product's own memory.
+// Neither bias nor preactivation is looked at.
 MYVISION_KERNEL(linear, epilogue, LinearParams, Matrix)
 // What comes before such products: the gradient of the preactivation, [rows, outputs] and contiguous, from that of the
 // output.
