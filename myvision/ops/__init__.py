@@ -8,6 +8,7 @@ from myvision.ops.deform_conv2d import deform_conv2d
 from myvision.ops.group_norm import group_norm
 from myvision.ops.instance_norm import instance_norm
 from myvision.ops.layer_norm import layer_norm
+from myvision.ops.linear import linear
 from myvision.ops.my_add import my_add
 from myvision.ops.rms_norm import rms_norm
 
@@ -19,6 +20,7 @@ __all__ = [
     "group_norm",
     "instance_norm",
     "layer_norm",
+    "linear",
     "my_add",
     "rms_norm",
     "scaled_dot_product_attention",
