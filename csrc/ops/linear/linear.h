@@ -21,13 +21,13 @@ struct Matrix {
 struct LinearParams {
   Dtype dtype;  // of everything: Float64, Float32, Float16 or BFloat16
   int64_t rows, features, outputs;
-  Matrix input;          // [rows, features]
-  Matrix weight;         // [outputs, features]
-  const void* bias;      // [outputs], or null: 0
-  Matrix residual;       // [rows, outputs], or none
-  void* preactivation;   // [rows, outputs], contiguous. Forward writes it, where it is not null; backward reads it, and
-                         // it is null where there is no activation
-  void* output;          // [rows, outputs], contiguous; of forward
+  Matrix input;         // [rows, features]
+  Matrix weight;        // [outputs, features]
+  const void* bias;     // [outputs], or null: 0
+  Matrix residual;      // [rows, outputs], or none
+  void* preactivation;  // [rows, outputs], contiguous. Forward writes it, where it is not null; backward reads it, and
+                        // it is null where there is no activation
+  void* output;         // [rows, outputs], contiguous; of forward
   Activation activation;
   double dropout_p;
   const int64_t* seed;  // of dropout, on the device; null where dropout_p is 0. Element row * outputs + output
