@@ -20,6 +20,7 @@ def test_env_names_what_runs_and_what_was_built(capsys: pytest.CaptureFixture[st
     report = json.loads(capsys.readouterr().out)
     assert report["torch"].startswith(torch.__version__)
     assert report["instruction set"].startswith(torch.ops.myvision._cpu_capability())
+    assert report["linear's product in float32"].endswith(")")
     assert report["built: build type"] in ("release", "debug")
     assert __main__.main(["env"]) == 0
     assert torch.__version__ in capsys.readouterr().out

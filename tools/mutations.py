@@ -122,6 +122,20 @@ MUTATIONS = [
         "chunk_squares + step * step * share;",
         "norm norm_kernels",
     ),
+    # ---- linear
+    Mutation(
+        "csrc/ops/linear/linear.cpp",
+        "Result{new_output(call), product}",
+        "Result{product, product}",
+        "linear linear_gpu",
+    ),
+    Mutation("csrc/ops/linear/gpu/linear_kernel.cuh", "if (++j == outputs) j = 0, ++i;", "++j;", "linear_gpu"),
+    Mutation(
+        "csrc/ops/linear/gpu/linear_cuda.cu",
+        "params.outputs % width == 0 && matrix.row % width == 0;",
+        "matrix.row % width == 0;",
+        "linear_gpu",
+    ),
     # ---- layer_norm, rms_norm and those with an addition
     Mutation("csrc/ops/layer_norm/layer_norm_cpu.cpp", "length - row % length, most}", "most}", "norm"),
     Mutation("csrc/ops/layer_norm/layer_norm_rows.h", "skipped = first % 4;", "skipped = first % 2;", "add_layer_norm"),

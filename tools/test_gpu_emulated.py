@@ -23,10 +23,14 @@ ORDERS = {
 }
 SANITIZERS = ["address", "thread"]
 # `make test-all` has run all of it; large sums and the many calls of gradcheck add nothing here but time.
-# Of the norms and of attention, whose tests are many, those of their kernels' ways, and every norm once.
+# Of the norms, of attention and of linear, whose tests are many, those of their kernels' ways, and every norm once.
 NORMS = "norm_kernels or (matches_the_oracle and float32 and channels_last)"
 ATTENTION = "attention_gpu and bfloat16 and (tensor_cores or split)"
-SELECTED = f"emulated and not bitwise and not gradcheck and (not norm or {NORMS}) and (not attention or ({ATTENTION}))"
+LINEAR = "linear_gpu and (not any_size or bfloat16)"
+SELECTED = (
+    f"emulated and not bitwise and not gradcheck and (not norm or {NORMS}) and (not attention or ({ATTENTION})) "
+    f"and (not linear or ({LINEAR}))"
+)
 
 
 def sanitized(name: str) -> dict[str, str]:

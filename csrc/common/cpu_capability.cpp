@@ -6,14 +6,21 @@
 
 #if defined(_MSC_VER)
 #include <intrin.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 namespace myvision {
 namespace {
 
-#if defined(_MSC_VER) && defined(_M_X64)
-
 bool has_bits(int word, int bits) { return (word & bits) == bits; }
+
+// eax, ebx, ecx, edx
+struct CpuidWords {
+  int word[4];
+};
+
+#if defined(_MSC_VER) && defined(_M_X64)
 
 CpuCapability of_this_cpu() {
   int leaf1[4], leaf7[4];
@@ -26,6 +33,14 @@ CpuCapability of_this_cpu() {
   return avx512 ? CpuCapability::AVX512 : avx2 ? CpuCapability::AVX2 : CpuCapability::Default;
 }
 
+CpuidWords leaf7(int subleaf) {
+  int words[4];
+  __cpuidex(words, 7, subleaf);
+  return {{words[0], words[1], words[2], words[3]}};
+}
+
+int registers_that_the_system_saves() { return static_cast<int>(_xgetbv(0)); }
+
 #elif defined(__x86_64__)
 
 CpuCapability of_this_cpu() {
@@ -36,9 +51,23 @@ CpuCapability of_this_cpu() {
   return avx512 ? CpuCapability::AVX512 : avx2 ? CpuCapability::AVX2 : CpuCapability::Default;
 }
 
+CpuidWords leaf7(int subleaf) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  __get_cpuid_count(7, subleaf, &a, &b, &c, &d);
+  return {{int(a), int(b), int(c), int(d)}};
+}
+
+int registers_that_the_system_saves() {
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return static_cast<int>(low);
+}
+
 #else
 
 CpuCapability of_this_cpu() { return CpuCapability::Default; }
+CpuidWords leaf7(int) { return {}; }
+int registers_that_the_system_saves() { return 0; }
 
 #endif
 
@@ -58,11 +87,24 @@ CpuCapability allowed() {
   return value == "avx2" ? CpuCapability::AVX2 : CpuCapability::AVX512;
 }
 
+bool has_amx_for(CpuFeature feature) {
+  constexpr int kTiles = 1 << 17 | 1 << 18;
+  if (!has_bits(registers_that_the_system_saves(), kTiles)) return false;
+  const CpuidWords first = leaf7(0);
+  if (feature == CpuFeature::AmxBFloat16) return has_bits(first.word[3], 1 << 22);
+  return first.word[0] >= 1 && has_bits(leaf7(1).word[0], 1 << 21);
+}
+
 }  // namespace
 
 CpuCapability cpu_capability() {
   static const CpuCapability chosen = std::min({of_this_cpu(), best_built(), allowed()});
   return chosen;
+}
+
+bool cpu_has(CpuFeature feature) {
+  // Only a CPU with AVX512 is asked: it has the instruction that reads what the system saves.
+  return cpu_capability() == CpuCapability::AVX512 && has_amx_for(feature);
 }
 
 const char* name_of(CpuCapability capability) {

@@ -188,6 +188,23 @@ __device__ __forceinline__ void store_pack(T* data, int64_t stride, const Pack<T
   for (int i = 0; i < kWidth; ++i) data[i * stride] = pack.value[i];
 }
 
+// A pack as arithmetic takes it, and back.
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<RealOf<T>, kWidth> reals_of(const Pack<T, kWidth>& pack) {
+  Pack<RealOf<T>, kWidth> reals;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) reals.value[j] = to_real(pack.value[j]);
+  return reals;
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> rounded(const Pack<RealOf<T>, kWidth>& reals) {
+  Pack<T, kWidth> pack;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) pack.value[j] = from_real<T>(reals.value[j]);
+  return pack;
+}
+
 // ---- grids ----------------------------------------------------------------------------------------------------------
 
 // Every kernel loops until its work is done, whatever the grid.

@@ -1,4 +1,7 @@
-// The tiles, statistics, packs and sums that the GPU kernels of the norms share.
+// The tiles, statistics and sums that the GPU kernels of the norms share.
+//
+// A pack holds kWidth neighbours in memory. They belong to kSets sets of numbers, element j to set j % kSets: to one
+// where memory runs along a set, each to another where it runs across them.
 #pragma once
 #include "common/activation.h"
 #include "common/gpu.cuh"
@@ -37,26 +40,6 @@ struct Statistics {
 template <typename Real>
 __device__ __forceinline__ Real rstd_of(Real variance, Real eps) {
   return 1 / std::sqrt(variance + eps);
-}
-
-// ---- packs ----------------------------------------------------------------------------------------------------------
-// A pack holds kWidth neighbours in memory. They belong to kSets sets of numbers, element j to set j % kSets: to one
-// where memory runs along a set, each to another where it runs across them.
-
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<RealOf<T>, kWidth> reals_of(const Pack<T, kWidth>& pack) {
-  Pack<RealOf<T>, kWidth> reals;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) reals.value[j] = to_real(pack.value[j]);
-  return reals;
-}
-
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> rounded(const Pack<RealOf<T>, kWidth>& reals) {
-  Pack<T, kWidth> pack;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) pack.value[j] = from_real<T>(reals.value[j]);
-  return pack;
 }
 
 // ---- sums of parts --------------------------------------------------------------------------------------------------

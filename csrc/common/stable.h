@@ -176,6 +176,13 @@ inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* s
   return Tensor(handle);
 }
 
+// Whether this library runs on the GPU, or emulates it.
+#ifdef MYVISION_GPU
+inline constexpr bool kOnGpu = true;
+#else
+inline constexpr bool kOnGpu = false;
+#endif
+
 #ifdef MYVISION_GPU
 // Makes a tensor's GPU the current one and hands out torch's current stream there.
 class GpuScope {

@@ -13,6 +13,7 @@ import torch
 import myvision
 from myvision import _extension
 
+PRODUCT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPTIONAL_PACKAGES = ("torchvision", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -41,11 +42,21 @@ def describe() -> dict[str, str]:
         "torch": f"{torch.__version__} ({torch_kind()})",
         **{name: installed_version(name) for name in OPTIONAL_PACKAGES},
         "instruction set": f"{instruction_set} ({why})",
+        **{f"linear's product in {str(dtype).removeprefix('torch.')}": product(dtype) for dtype in PRODUCT_DTYPES},
         "threads": str(torch.get_num_threads()),
         "GPU operators": gpu_operators(built["GPU library"]),
         "GPUs": gpus(),
         **{f"built: {topic}": choice for topic, choice in built.items()},
     }
+
+
+def product(dtype: torch.dtype) -> str:
+    """Whose kernels multiply matrices on the CPU, and why."""
+    try:
+        choice: str = torch.ops.myvision._product_choice(dtype)
+    except RuntimeError as error:  # MYVISION_PRODUCT has a value that means nothing
+        return str(error).splitlines()[0]
+    return choice
 
 
 def torch_kind() -> str:

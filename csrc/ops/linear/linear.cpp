@@ -1,10 +1,12 @@
 // linear for torch: schemas, checks, allocation, registration. The kernels see only LinearParams.
 #include "ops/linear/linear.h"
 
+#include <array>
 #include <tuple>
 #include <vector>
 
 #include "common/norm.h"
+#include "common/product_choice.h"
 
 namespace myvision {
 namespace {
@@ -107,16 +109,69 @@ Tensor new_tensor(const Call& call, IntArray sizes) {
 
 Tensor new_output(const Call& call) { return new_tensor(call, {call.shape.data(), call.shape.size()}); }
 
+// ------------------------------------------------------------------------------------------------ torch's products
+// GPUs have torch's products alone.
+bool takes_torch_product(Dtype dtype) {
+  if constexpr (kOnGpu) return true;
+  return cpu_product(dtype).is_torch;
+}
+
+// A tensor as [rows, columns].
+Tensor flattened(const Tensor& tensor, int64_t rows, int64_t columns) {
+  return torch::stable::reshape(tensor, {rows, columns});
+}
+
+// A new tensor's memory in another shape: a tensor of its own, where torch's views would know of one another and so
+// refuse to be changed in place.
+Tensor in_shape(const Tensor& tensor, IntArray sizes) {
+  const Tensor dense = torch::stable::contiguous(tensor);
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; stride *= std::max<int64_t>(sizes[dim], 1)) strides[dim] = stride;
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(dense.get(), static_cast<int64_t>(sizes.size()),
+                                                               sizes.data(), strides.data(), 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor torch_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(input), from(weight), from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // ------------------------------------------------------------------------------------------------ forward
 struct Result {
   Tensor output, preactivation;
 };
 
-Result forward(Call call, bool keep_preactivation) {
+bool has_activation(const Call& call) { return call.params.activation.kind != ActivationKind::None; }
+
+// What there is of a preactivation that nobody wants.
+Tensor no_preactivation(const Call& call) { return new_tensor(call, {0}); }
+
+// torch adds the bias as it writes the product, which costs nothing where cuBLASLt does. So the product is the
+// preactivation, and what remains is done in its own memory where that need not be kept. The other epilogues of
+// cuBLASLt stay unused: its relu and gelu_tanh neither leave the preactivation nor promise what becomes of NaN.
+Result forward_by_torch(Call& call, bool keep_preactivation) {
   LinearParams& p = call.params;
-  keep_preactivation = keep_preactivation && p.activation.kind != ActivationKind::None;
-  const Result result{new_output(call), keep_preactivation ? new_output(call) : new_tensor(call, {0})};
-  if (result.output.numel() == 0) return result;
+  const Tensor rows = flattened(call.input, p.rows, p.features);
+  const Tensor product = in_shape(torch_linear(rows, call.weight, call.bias), {call.shape.data(), call.shape.size()});
+  if (!has_activation(call) && p.dropout_p == 0 && !call.residual) return {product, no_preactivation(call)};
+  const Result result =
+      keep_preactivation ? Result{new_output(call), product} : Result{product, no_preactivation(call)};
+  Rows residual{};
+  if (call.residual) residual = as_rows(*call.residual);
+  p.residual = residual.matrix;
+  p.output = result.output.mutable_data_ptr();
+  launch(kOp, product, linear_epilogue_kernel, p, Matrix{product.mutable_data_ptr(), p.outputs, 1});
+  return result;
+}
+
+Result forward_by_own_product(Call& call, bool keep_preactivation) {
+  LinearParams& p = call.params;
+  const Result result{new_output(call), keep_preactivation ? new_output(call) : no_preactivation(call)};
   const Rows input = as_rows(call.input), weight = as_rows(call.weight);
   const OptionalTensor bias = call.bias ? OptionalTensor(torch::stable::contiguous(*call.bias)) : std::nullopt;
   Rows residual{};
@@ -127,6 +182,17 @@ Result forward(Call call, bool keep_preactivation) {
   p.preactivation = keep_preactivation ? result.preactivation.mutable_data_ptr() : nullptr;
   linear_forward_cpu(p);
   return result;
+}
+
+Result forward(Call call, bool keep_preactivation) {
+  keep_preactivation = keep_preactivation && has_activation(call);
+  if (call.params.rows * call.params.outputs == 0) {
+    return {new_output(call), keep_preactivation ? new_output(call) : no_preactivation(call)};
+  }
+  if constexpr (!kOnGpu) {
+    if (!takes_torch_product(call.params.dtype)) return forward_by_own_product(call, keep_preactivation);
+  }
+  return forward_by_torch(call, keep_preactivation);
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Name& activation,
@@ -145,36 +211,66 @@ std::tuple<Tensor, Tensor> linear_forward(const Tensor& input, const Tensor& wei
 
 // ------------------------------------------------------------------------------------------------ backward
 void check_preactivation(const Tensor& preactivation, const Call& call) {
-  const bool is_kept = call.params.activation.kind != ActivationKind::None;
-  const std::vector<int64_t> shape = is_kept ? call.shape : std::vector<int64_t>{0};
+  const std::vector<int64_t> shape = has_activation(call) ? call.shape : std::vector<int64_t>{0};
   const Argument argument{"preactivation", preactivation};
   check_shape(kOp, argument, {shape.data(), shape.size()});
   MYVISION_CHECK(kOp, preactivation.is_contiguous(), "preactivation must be contiguous");
   check_like(kOp, argument, {"input", call.input});
 }
 
-// The gradients of input, weight and bias; undefined where not wanted. bias is an argument for the second derivatives'
-// sake.
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                                                   const OptionalTensor& bias, const Tensor& preactivation,
-                                                   const Name& activation, double negative_slope, double dropout_p,
-                                                   const OptionalTensor& seed, const std::vector<bool>& output_mask) {
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;  // of input, weight and bias; undefined where not wanted
+
+// The gradient of the preactivation, [rows, outputs].
+Tensor preactivation_gradient(const Call& call, const Tensor& grad_output) {
+  const LinearParams& p = call.params;
+  if (!has_activation(call) && p.dropout_p == 0) return flattened(grad_output, p.rows, p.outputs);
+  const Tensor gradient = new_tensor(call, {p.rows, p.outputs});
+  if (gradient.numel() == 0) return gradient;
+  const Rows given = as_rows(grad_output);
+  launch(kOp, gradient, linear_epilogue_backward_kernel, p, given.matrix, gradient.mutable_data_ptr());
+  return gradient;
+}
+
+Gradients backward_by_torch(const Call& call, const Tensor& grad_output, const std::vector<bool>& output_mask) {
+  using torch::stable::matmul, torch::stable::transpose, torch::stable::sum;
+  const LinearParams& p = call.params;
+  const Tensor gradient = preactivation_gradient(call, grad_output);
+  Tensor input, weight, bias;
+  if (output_mask[0]) input = in_shape(matmul(gradient, call.weight), call.input.sizes());
+  if (output_mask[1]) {
+    const Tensor rows = flattened(call.input, p.rows, p.features);
+    weight = in_shape(matmul(transpose(gradient, 0, 1), rows), call.weight.sizes());
+  }
+  if (output_mask[2]) bias = sum(gradient, IntArray{0});
+  return {input, weight, bias};
+}
+
+Gradients backward_by_own_product(Call& call, const Tensor& grad_output, const std::vector<bool>& output_mask) {
+  LinearParams& p = call.params;
+  Tensor input = output_mask[0] ? new_tensor(call, call.input.sizes()) : Tensor();
+  Tensor weight = output_mask[1] ? new_tensor(call, call.weight.sizes()) : Tensor();
+  Tensor bias = output_mask[2] ? new_tensor(call, {p.outputs}) : Tensor();
+  const Rows given = as_rows(grad_output), rows = as_rows(call.input), weights = as_rows(call.weight);
+  p.input = rows.matrix, p.weight = weights.matrix;
+  const auto data = [](Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; };
+  linear_backward_cpu(p, LinearGradients{given.matrix, data(input), data(weight), data(bias)});
+  return {input, weight, bias};
+}
+
+// bias is an argument for the second derivatives' sake.
+Gradients linear_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                          const OptionalTensor& bias, const Tensor& preactivation, const Name& activation,
+                          double negative_slope, double dropout_p, const OptionalTensor& seed,
+                          const std::vector<bool>& output_mask) {
   Call call = checked_call(input, weight, bias, activation, negative_slope, dropout_p, seed, {});
   check_output_mask(kOp, output_mask, 3);
   check_like_output("grad_output", grad_output, call);
   check_preactivation(preactivation, call);
-  LinearParams& p = call.params;
-  Tensor grad_input = output_mask[0] ? new_tensor(call, input.sizes()) : Tensor();
-  Tensor grad_weight = output_mask[1] ? new_tensor(call, weight.sizes()) : Tensor();
-  Tensor grad_bias = output_mask[2] ? new_tensor(call, {p.outputs}) : Tensor();
-  const Rows given = as_rows(grad_output), rows = as_rows(input), weights = as_rows(weight);
-  p.input = rows.matrix, p.weight = weights.matrix;
-  if (p.activation.kind != ActivationKind::None)
-    p.preactivation = const_cast<void*>(preactivation.const_data_ptr());
-  const auto data = [](Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; };
-  linear_backward_cpu(p,
-                      LinearGradients{given.matrix, data(grad_input), data(grad_weight), data(grad_bias)});
-  return {grad_input, grad_weight, grad_bias};
+  if (has_activation(call)) call.params.preactivation = const_cast<void*>(preactivation.const_data_ptr());
+  if constexpr (!kOnGpu) {
+    if (!takes_torch_product(call.params.dtype)) return backward_by_own_product(call, grad_output, output_mask);
+  }
+  return backward_by_torch(call, grad_output, output_mask);
 }
 
 }  // namespace
@@ -186,9 +282,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, co
 MYVISION_SCHEMAS(m) {
   m.def("linear" LINEAR " -> Tensor");
   m.def("_linear_forward" LINEAR " -> (Tensor, Tensor)");
-  m.def(
-      "_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, Tensor preactivation, " OPTIONS
-      ", bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def("_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, Tensor preactivation, " OPTIONS
+        ", bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 }
 
 MYVISION_IMPLEMENTATIONS(m) {

@@ -21,13 +21,13 @@ struct Matrix {
 struct LinearParams {
   Dtype dtype;  // of everything: Float64, Float32, Float16 or BFloat16
   int64_t rows, features, outputs;
-  Matrix input;          // [rows, features]
-  Matrix weight;         // [outputs, features]
-  const void* bias;      // [outputs], or null: 0
-  Matrix residual;       // [rows, outputs], or none
-  void* preactivation;   // [rows, outputs], contiguous. Forward writes it, where it is not null; backward reads it, and
-                         // it is null where there is no activation
-  void* output;          // [rows, outputs], contiguous; of forward
+  Matrix input;         // [rows, features]
+  Matrix weight;        // [outputs, features]
+  const void* bias;     // [outputs], or null: 0
+  Matrix residual;      // [rows, outputs], or none
+  void* preactivation;  // [rows, outputs], contiguous. Forward writes it, where it is not null; backward reads it, and
+                        // it is null where there is no activation
+  void* output;         // [rows, outputs], contiguous; of forward
   Activation activation;
   double dropout_p;
   const int64_t* seed;  // of dropout, on the device; null where dropout_p is 0. Element row * outputs + output
@@ -44,7 +44,8 @@ struct LinearGradients {
 MYVISION_CPU_KERNEL(linear, forward, LinearParams)
 MYVISION_CPU_KERNEL(linear, backward, LinearParams, LinearGradients)
 
-// What follows a product that another library has computed: output, which may be the product's own memory.
+// What follows a product that torch has computed, its bias added: output, which may be the product's own memory.
+// Neither bias nor preactivation is looked at.
 MYVISION_KERNEL(linear, epilogue, LinearParams, Matrix)
 // What comes before such products: the gradient of the preactivation, [rows, outputs] and contiguous, from that of the
 // output.

@@ -1,0 +1,58 @@
+#include "common/product_choice.h"
+
+#include <cstdlib>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "common/cpu_capability.h"
+
+namespace myvision {
+namespace {
+
+// Where torch's product is known to be faster. The own kernels multiply half types in float32; the peak of AMX is 16
+// times as high.
+struct FasterTorch {
+  Dtype dtype;
+  CpuFeature feature;
+  const char *with, *without;
+};
+constexpr FasterTorch kFasterTorch[] = {
+    {Dtype::Float16, CpuFeature::AmxFloat16, "with AMX for float16", "without AMX for float16"},
+    {Dtype::BFloat16, CpuFeature::AmxBFloat16, "with AMX for bfloat16", "without AMX for bfloat16"},
+};
+
+// Whether MYVISION_PRODUCT wants torch's product; nothing where it is not set.
+std::optional<bool> wants_torch() {
+  const char* variable = std::getenv("MYVISION_PRODUCT");
+  const std::string_view value = variable == nullptr ? "" : variable;
+  if (value.empty()) return std::nullopt;
+  if (value != "own" && value != "torch") {
+    throw std::runtime_error("myvision: the environment variable MYVISION_PRODUCT must be 'own' or 'torch', but is '" +
+                             std::string(value) + "'");
+  }
+  return value == "torch";
+}
+
+ProductChoice choose(Dtype dtype) {
+  if (const std::optional<bool> torch = wants_torch()) {
+    return {*torch, *torch ? "MYVISION_PRODUCT=torch" : "MYVISION_PRODUCT=own"};
+  }
+  for (const FasterTorch& row : kFasterTorch) {
+    if (row.dtype != dtype) continue;
+    const bool is_faster = cpu_has(row.feature);
+    return {is_faster, is_faster ? row.with : row.without};
+  }
+  return {false, "torch's is known to be faster on no CPU"};
+}
+
+}  // namespace
+
+const ProductChoice& cpu_product(Dtype dtype) {
+  static const ProductChoice choices[] = {choose(Dtype::Float64), choose(Dtype::Float32), choose(Dtype::Float16),
+                                          choose(Dtype::BFloat16)};
+  return choices[static_cast<int>(dtype)];
+}
+
+}  // namespace myvision
