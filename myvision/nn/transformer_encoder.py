@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from myvision._checks import check_tensor
 from myvision.nn._leaf import Leaf
 from myvision.nn._masks import is_causal_mask
-from myvision.nn._transformer import TransformerLayer, add, add_norm
+from myvision.nn._transformer import TransformerLayer, add_norm
 
 
 class TransformerEncoderLayer(TransformerLayer, nn.TransformerEncoderLayer):
@@ -78,7 +78,7 @@ class TransformerEncoderLayer(TransformerLayer, nn.TransformerEncoderLayer):
         masks = src_mask, src_key_padding_mask, is_causal
         if self.norm_first:
             x, stream = add_norm(*self._attended(self.norm1(src), *masks), src, self.norm2)
-            return add(*self._fed_forward(x, self.dropout2), stream)
+            return self._fed_forward_and_added(x, self.dropout2, stream)
         x, _ = add_norm(*self._attended(src, *masks), src, self.norm1)
         x, _ = add_norm(*self._fed_forward(x, self.dropout2), x, self.norm2)
         return x
