@@ -26,6 +26,7 @@ from myvision.nn.instance_norm import (
     InstanceNormAct3d,
 )
 from myvision.nn.layer_norm import LayerNorm, LayerNorm2d, LayerNormAct
+from myvision.nn.linear import Linear, LinearAct
 from myvision.nn.my_add import MyAdd
 from myvision.nn.rms_norm import RMSNorm, RMSNorm2d, RMSNormAct
 from myvision.nn.sync_batch_norm import SyncBatchNorm, SyncBatchNormAct
@@ -62,6 +63,8 @@ __all__ = [
     "LayerNorm",
     "LayerNorm2d",
     "LayerNormAct",
+    "Linear",
+    "LinearAct",
     "MultiheadAttention",
     "MyAdd",
     "RMSNorm",

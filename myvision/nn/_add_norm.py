@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from myvision.nn._dropout import checked_probability
 from myvision.nn._leaf import Leaf
 
 
@@ -11,9 +12,7 @@ class AddNorm(Leaf):
     dropout_p: float = 0.0
 
     def _set_dropout(self, dropout_p: float) -> None:
-        if not 0 <= dropout_p <= 1:
-            raise ValueError(f"dropout_p must be between 0 and 1, but is {dropout_p}")
-        self.dropout_p = dropout_p
+        self.dropout_p = checked_probability(dropout_p)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout_p={self.dropout_p}"  # type: ignore[misc]

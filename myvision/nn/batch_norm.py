@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from myvision._dispatch.overrides import may_be_overwritten
 from myvision._layout import is_dense
-from myvision.nn._norm import Norm, NormAct, constants
+from myvision.nn._activation import constants
+from myvision.nn._norm import Norm, NormAct
 from myvision.ops.batch_norm import batch_norm
 
 

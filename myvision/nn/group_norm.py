@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
-from myvision.nn._norm import Norm, NormAct, constants, make_affine
+from myvision.nn._activation import constants
+from myvision.nn._norm import Norm, NormAct, make_affine
 from myvision.ops.group_norm import group_norm
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _NormBase
 
-from myvision.nn._norm import Norm, NormAct, constants
+from myvision.nn._activation import constants
+from myvision.nn._norm import Norm, NormAct
 from myvision.ops.instance_norm import instance_norm
 
 

@@ -13,6 +13,7 @@ from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autocast import register_autocast
 from myvision._dispatch.autograd import past_autograd, register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
+from myvision._dispatch.nested import is_nested, on_nested_rows
 from myvision._dispatch.overrides import overridable
 from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import register_vmap
@@ -44,11 +45,12 @@ def linear(
     ``residual + dropout(activation(input @ weight.T + bias))``. Unlike the norms, which activate after the residual, it
     adds the residual last: so a transformer's block ends. A superset of :func:`torch.nn.functional.linear`.
 
-    Half types are computed in float32 and rounded once. Any strides are read as they are, unless the leading dimensions
+    Sums of half types are taken in float32. Any strides are read as they are, unless the leading dimensions
     cannot be walked as one: then that tensor is copied. Under autocast all tensors take autocast's dtype.
 
     Args:
-        input: ``[..., features]``, of float64, float32, float16 or bfloat16, with 1 dimension or more.
+        input: ``[..., features]``, of float64, float32, float16 or bfloat16, with 1 dimension or more; or a nested
+            tensor, jagged or strided, whose components have this last dimension.
         weight: ``[outputs, features]``, of the same dtype (under autocast they may differ).
         bias: ``[outputs]``, of the same dtype. Default: none.
         activation: None, ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"hardswish"``.
@@ -63,8 +65,8 @@ def linear(
 
     Raises:
         TypeError: an argument is no tensor where it must be one.
-        RuntimeError: shapes, dtypes or devices do not fit together, a dtype is not supported, a tensor is nested, the
-            activation is unknown, or ``dropout_p`` is not between 0 and 1.
+        RuntimeError: shapes, dtypes or devices do not fit together, a dtype is not supported, the activation is
+            unknown, or ``dropout_p`` is not between 0 and 1.
 
     Example::
 
@@ -80,13 +82,20 @@ def linear(
     <https://jmlr.org/papers/v15/srivastava14a.html>`_ and, for its random numbers, `Parallel Random Numbers: As Easy as
     1, 2, 3 <https://doi.org/10.1145/2063384.2063405>`_.
     """
+    if is_nested(input):
+
+        def of_rows(input: Tensor, residual: Tensor | None) -> Tensor:
+            options: dict[str, Any] = {"activation": activation, "negative_slope": negative_slope}
+            return linear(input, weight, bias, **options, dropout_p=dropout_p, residual=residual)
+
+        return on_nested_rows(_OP, of_rows, input, residual, 1, "features")
     check_tensors(_OP, {"input": input, "weight": weight}, bias=bias, residual=residual)
     check_probability(_OP, dropout_p)
     seed = new_seed(input, dropout_p)
     return _linear(input, weight, bias, activation, negative_slope, dropout_p, seed, residual)
 
 
-# ---- what the operators return, and what they reject: the same as csrc/ops/linear/linear.cpp --------------------------
+# ---- what the operators return, and what they reject: the same as csrc/ops/linear/linear.cpp -------------------------
 
 
 def _output_shape(call: Any) -> tuple[int, ...]:
