@@ -47,7 +47,9 @@ def is_plain(tensor: Tensor) -> bool:
 
     Those of other classes, such as sharded and quantised ones, know torch's own operators and mostly none besides.
     """
-    return type(tensor) in (Tensor, nn.Parameter, *STAND_INS) and tensor.layout == torch.strided and not tensor.is_nested
+    return (
+        type(tensor) in (Tensor, nn.Parameter, *STAND_INS) and tensor.layout == torch.strided and not tensor.is_nested
+    )
 
 
 def may_be_overwritten(tensor: Tensor) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 
-from myvision._checks import FLOATING
 from myvision._dispatch.overrides import is_plain
 from myvision._formulas._activation import activate
+from myvision.nn._project import takes
+from myvision.nn.linear import Linear
 from myvision.ops.linear import linear
 
 Activation = tuple[str, float]  # the name that our operators know it by, and the slope of leaky_relu
@@ -25,7 +26,7 @@ FUNCTIONS: dict[Callable[..., Any], str] = {
     **dict.fromkeys([F.relu, F.relu_, torch.relu, torch.relu_], "relu"),
     **{F.leaky_relu: "leaky_relu", F.silu: "silu", F.gelu: "gelu", F.hardswish: "hardswish"},
 }
-LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)
+LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear, Linear)
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -61,19 +62,19 @@ def linear_step(
 ) -> Tensor:
     """``residual + dropout(activation(module(x)))``: one operator as far as the modules are the usual ones.
 
-    A linear layer of another class, such as one with adapters or of quantised weights, one that has hooks, and one whose
-    weight is of a class of its own are called.
+    A linear layer of another class, such as one with adapters or with quantised weights, is called, and so is one that
+    has hooks, or whose weight is a tensor of another class.
     """
     name, slope = activation or (None, SLOPE)
-    if type(module) in LINEARS and not is_replaced(module) and _takes(x, module.weight, module.bias):
+    if folded := _folded(module, x):
         options: dict[str, Any] = {"activation": name, "negative_slope": slope}
         if type(dropout) is nn.Dropout and not is_replaced(dropout):
             options["dropout_p"] = dropout.p if dropout.training else 0.0
             dropout = None
-        if dropout is None and residual is not None and _is_like_output(residual, x, module.weight):
+        if dropout is None and residual is not None and _is_like_output(residual, *folded):
             options["residual"] = residual
             residual = None
-        y = linear(x, module.weight, module.bias, **options)
+        y = linear(*folded, **options)
     else:
         y = activate(module(x), name, slope)
     if dropout is not None:
@@ -81,17 +82,15 @@ def linear_step(
     return y if residual is None else residual + y
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``torch.nn.functional.linear``, by our operator where it takes the tensors."""
-    return linear(x, weight, bias) if _takes(x, weight, bias) else F.linear(x, weight, bias)
+def _folded(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """What the operator gets in place of a call of the module; None where the module must be called."""
+    if type(module) not in LINEARS or is_replaced(module) or isinstance(x, fx.Proxy):
+        return None
+    return (x, module.weight, module.bias) if takes(x, module.weight, module.bias) else None
 
 
-def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    return all(is_plain(tensor) and tensor.dtype in FLOATING for tensor in tensors)
-
-
-def _is_like_output(residual: Tensor, x: Tensor, weight: Tensor) -> bool:
+def _is_like_output(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the sum is of the product's dtype and shape; autocast would round the residual to a narrower one."""
-    is_alike = is_plain(residual) and residual.dtype == x.dtype and residual.shape == (*x.shape[:-1], weight.shape[0])
-    return is_alike and not torch.is_autocast_enabled(x.device.type)
+    if not (is_plain(residual) and is_plain(x)) or torch.is_autocast_enabled(x.device.type):
+        return False
+    return residual.dtype == x.dtype and residual.shape == (*x.shape[:-1], weight.shape[0])

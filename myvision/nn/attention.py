@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myvision._checks import check_tensor
-from myvision.nn._fold import linear_step, project
+from myvision.nn._fold import linear_step
 from myvision.nn._leaf import Leaf
 from myvision.nn._masks import check_mask, check_mask_dtype, merge_masks
+from myvision.nn._project import project
 from myvision.ops.attention import Alignment, scaled_dot_product_attention
 
 
