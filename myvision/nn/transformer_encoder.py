@@ -19,8 +19,9 @@ class TransformerEncoderLayer(TransformerLayer, nn.TransformerEncoderLayer):
 
     A ``torch.nn.TransformerEncoderLayer`` in constructor, parameters, ``state_dict`` and arguments, with the same
     results in training, in evaluation and without gradients. Dropout, addition and norm are one pass over memory
-    (:func:`myvision.ops.add_layer_norm`). Hooks, replaced submodules, a ``forward`` set on
-    one of them, and ``_sa_block`` and ``_ff_block`` of a subclass are honoured.
+    (:func:`myvision.ops.add_layer_norm`), and so are a linear layer and the activation and the dropout behind it
+    (:func:`myvision.ops.linear`). Hooks, replaced submodules, linear layers of other classes, a ``forward`` set on one
+    of them, and ``_sa_block`` and ``_ff_block`` of a subclass are honoured.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias: as in
