@@ -21,6 +21,8 @@ MODULES = {
     "DeformConv2dPack": (lambda: ours.DeformConv2dPack(6, 4, 3), (2, 6, 4, 5)),
     "LayerNorm": (lambda: ours.LayerNorm(6), (2, 5, 6)),
     "LayerNorm2d": (lambda: ours.LayerNorm2d(6), (2, 6, 4, 5)),
+    "Linear": (lambda: ours.Linear(6, 4), (2, 5, 6)),
+    "LinearAct": (lambda: ours.LinearAct(6, 4), (2, 5, 6)),
     "RMSNorm": (lambda: ours.RMSNorm(6), (2, 5, 6)),
     "TransformerEncoderLayer": (lambda: ours.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True), (2, 5, 6)),
 }

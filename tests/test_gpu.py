@@ -24,6 +24,7 @@ from myvision.ops import (
     group_norm,
     instance_norm,
     layer_norm,
+    linear,
     my_add,
     rms_norm,
     scaled_dot_product_attention,
@@ -109,9 +110,16 @@ def attend_to_packed_sequences(inputs: list[Tensor]) -> Tensor:
     return varlen_attention(*inputs, starts, starts, is_causal=True)
 
 
+def narrow_drop_and_add(inputs: list[Tensor]) -> Tensor:
+    seed = torch.full((), 7, device=inputs[0].device)  # the same in every call
+    x, weight, bias, residual = inputs
+    return torch.ops.myvision.linear.default(x, weight, bias, "gelu", 0.0, 0.3, seed, residual)
+
+
 CONVOLUTION = Case(batch=3, in_channels=16, out_channels=24, image=(20, 21), groups=2, offset_groups=2)
 IMAGES = tensors((3, 16, 9, 12), (16,), (16,), (3, 16, 9, 12))
 ROWS = tensors((7, 5, 96), (96,), (96,), (7, 5, 96))
+LINEAR = tensors((7, 5, 96), (40, 96), (40,), (7, 5, 40))
 LONG_ROWS = tensors((3, 30000), (30000,), (30000,))
 HEADS = tensors((2, 4, 90, 40), (2, 2, 100, 40), (2, 2, 100, 24))
 CALLS = {  # by operator, and what is special
@@ -137,6 +145,13 @@ CALLS = {  # by operator, and what is special
         IMAGES, lambda inputs: layer_norm(inputs[0], 16, *inputs[1:3], residual=inputs[3], channels="first")
     ),
     "layer_norm, long rows": Call(LONG_ROWS, lambda inputs: layer_norm(inputs[0], 30000, *inputs[1:])),
+    "linear": Call(LINEAR, lambda inputs: linear(*inputs[:3], residual=inputs[3])),
+    "linear, activation": Call(LINEAR, lambda inputs: linear(*inputs[:3], activation="silu") + inputs[3]),
+    "linear, dropout": Call(LINEAR, narrow_drop_and_add),
+    "linear, strided": Call(
+        tensors((96, 5, 7), (96, 40), (40,)),
+        lambda inputs: linear(inputs[0].permute(2, 1, 0), inputs[1].t(), inputs[2]),
+    ),
     "my_add": Call(addends, lambda inputs: my_add(*inputs)),
     "my_add, broadcast": Call(broadcast_addends, lambda inputs: my_add(*inputs)),
     "rms_norm": Call(
