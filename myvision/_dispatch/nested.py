@@ -35,20 +35,19 @@ def on_nested_rows(
         raise RuntimeError(f"{op}: residual must be a nested tensor as input is, with the layout {input.layout}")
     if input.layout == torch.strided:
         return _on_strided(op, function, input, residual)
-    if input._ragged_idx >= input.dim() - row_dims:
-        raise RuntimeError(f"{op}: {rows} must be dimensions of one size, but dimension {input._ragged_idx} is ragged")
-    return _on_jagged(op, function, input, residual, row_dims)
+    return _on_jagged(op, function, input, residual, row_dims, rows)
 
 
-def _on_jagged(op: str, function: Rows, input: Any, residual: Any, row_dims: int) -> Tensor:
+def _on_jagged(op: str, function: Rows, input: Any, residual: Any, row_dims: int, rows: str) -> Tensor:
+    ragged = input._ragged_idx
+    if ragged >= input.dim() - row_dims:
+        raise RuntimeError(f"{op}: {rows} must be dimensions of one size, but dimension {ragged} is ragged")
     if residual is not None and residual.shape[:-row_dims] != input.shape[:-row_dims]:
         raise RuntimeError(
             f"{op}: residual must have the components of input, {input.shape}, but has shape {residual.shape}"
         )
     values = function(input.values(), None if residual is None else residual.values())
-    return torch.nested.nested_tensor_from_jagged(
-        values, input.offsets(), input.lengths(), jagged_dim=input._ragged_idx
-    )
+    return torch.nested.nested_tensor_from_jagged(values, input.offsets(), input.lengths(), jagged_dim=ragged)
 
 
 def _on_strided(op: str, function: Rows, input: Tensor, residual: Tensor | None) -> Tensor:

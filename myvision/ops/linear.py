@@ -16,7 +16,7 @@ from myvision._dispatch.fake import register_fake
 from myvision._dispatch.nested import is_nested, on_nested_rows
 from myvision._dispatch.overrides import overridable
 from myvision._dispatch.vjp import gradients_of
-from myvision._dispatch.vmap import register_vmap
+from myvision._dispatch.vmap import Rule, batch_first, register_vmap
 from myvision._formulas.linear import linear as formula
 from myvision.ops._dropout import check_dropout, check_probability, new_seed
 from myvision.ops._norm import check_activation
@@ -181,10 +181,34 @@ def _gradients(call: Any) -> tuple[Tensor | None, ...]:
     return gradients_of(forward, (call.input, call.weight, call.bias), call.output_mask, call.grad_output)
 
 
+# ---- vmap: where all share the parameters the batch is one more dimension of rows; else one call an element ----------
+
+
+def _whole(op: torch._ops.OpOverload) -> Rule:
+    def call_once(batch_size: int, dims: Any, call: Any) -> Any:
+        of_parameters = dims.weight is not None or dims.bias is not None or any(getattr(call, "output_mask", ())[1:])
+        if of_parameters or call.dropout_p > 0:  # which counts the elements of each sample by themselves
+            return None
+        rows = {
+            name: batch_first(getattr(call, name), getattr(dims, name), batch_size)
+            for name in ("grad_output", "input", "preactivation", "residual")
+            if name in call._fields
+        }
+        if "preactivation" in rows:
+            kept = rows["preactivation"]
+            rows["preactivation"] = kept.flatten() if call.activation is None else kept.contiguous()
+        results = op(*call._replace(**rows))
+        if isinstance(results, Tensor):
+            return results, 0
+        return results, tuple(0 if result is not None and result.dim() > 1 else None for result in results)
+
+    return call_once
+
+
 register_fake(_fake, _linear, _forward)
 register_fake(_fake_backward, _backward)
 register_autograd(_linear, _setup_context, _differentiate, composite=formula, forward=_forward)
 register_second_derivative(_backward, _gradients)
 register_autocast(_linear)
 for _op in (_linear, _forward, _backward):
-    register_vmap(_op)
+    register_vmap(_op, _whole(_op))
