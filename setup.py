@@ -103,7 +103,7 @@ MSVC = Flags(
     instruction_set={"DEFAULT": [], "AVX2": ["/arch:AVX2"], "AVX512": ["/arch:AVX512"]},
 )
 
-MATRIX_PRODUCTS = {"attention", "deform_conv2d"}  # the operators whose kernels are
+MATRIX_PRODUCTS = {"attention", "deform_conv2d", "linear"}  # the operators whose kernels are
 
 X86_64 = ["DEFAULT", "AVX2", "AVX512"]
 # On other machines DEFAULT is what the compiler targets by itself: NEON on aarch64.

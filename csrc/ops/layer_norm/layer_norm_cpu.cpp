@@ -134,7 +134,7 @@ class Forward : Rows<S> {
 
   void run(int64_t first, int64_t last, const RowConstants<T>& constants, S* buffer) const {
     const int64_t size = Base::buffer_size();
-    Dropout<T> dropout(p);
+    Dropout<T> dropout(p.dropout_p, p.seed);
     Base::for_each_block(first, last, [&](const Block& block) {
       const Lines<const S> input = Base::read(input_, block, buffer),
                            addend = Base::read(addend_, block, buffer + size),
@@ -230,7 +230,7 @@ class Backward : Rows<S> {
   void run(int64_t first, int64_t last, const RowConstants<T>& constants, const ParameterSums<T>& sums, T* group,
            S* buffer) const {
     const int64_t size = Base::buffer_size();
-    Dropout<T> dropout(p);
+    Dropout<T> dropout(p.dropout_p, p.seed);
     Base::for_each_block(first, last, [&](const Block& block) {
       const Tensors t{.grad_output = Base::read(grad_output_, block, buffer),
                       .grad_sum = Base::read(grad_sum_, block, buffer + size),

@@ -4,46 +4,14 @@
 #include <algorithm>
 
 #include "common/activation_vec.h"
+#include "common/dropout_vec.h"
 #include "common/moments.h"
-#include "common/philox_vec.h"
 #include "ops/layer_norm/layer_norm.h"
 
 namespace myvision::CPU_CAPABILITY::layer_norm {
 
 inline constexpr int kStreams = 4;  // vectors that are worked on side by side; those behind activations one by one
-inline constexpr int64_t kDropoutChunk = 1024;  // elements whose dropout is drawn at a time
 inline constexpr int64_t kSumChunk = 4096;      // elements that are added up in T before they are in double
-
-// What dropout multiplies elements with: 0, or 1 / (1 - p).
-template <typename T>
-class Dropout {
- public:
-  explicit Dropout(const LayerNormParams& p)
-      : is_on_(p.dropout_p > 0),
-        seed_(is_on_ ? static_cast<uint64_t>(*p.seed) : 0),
-        threshold_(static_cast<uint32_t>(dropout_threshold(p.dropout_p))),
-        scale_(p.dropout_p < 1 ? static_cast<T>(1 / (1 - p.dropout_p)) : T(0)) {}
-
-  bool is_on() const { return is_on_; }
-
-  // Returns the factors of n elements from `first` on, n <= kDropoutChunk, which stay until the next call.
-  const T* factors(int64_t first, int64_t n) {
-    const int64_t skipped = first % 4;
-    philox(seed_, static_cast<uint64_t>(first) / 4, (skipped + n + 3) / 4, words_);
-    const uint32_t *words = words_ + skipped, threshold = threshold_;
-    const T scale = scale_;
-    for (int64_t i = 0; i < n; ++i) factors_[i] = words[i] < threshold ? T(0) : scale;
-    return factors_;
-  }
-
- private:
-  bool is_on_;
-  uint64_t seed_;
-  uint32_t threshold_;
-  T scale_;
-  uint32_t words_[kDropoutChunk + 4 + 4 * kPhiloxCounters];
-  T factors_[kDropoutChunk];
-};
 
 template <typename T>
 inline void store_statistics(const LayerNormParams& p, int64_t row, const Statistics<T>& statistics) {
@@ -113,8 +81,8 @@ void add_row(Dtype dtype, const S* input, const S* addend, int64_t first, int64_
   if (!dropout.is_on()) {
     add<false>(input, static_cast<const T*>(nullptr), addend, n, sum);
   } else {
-    for (int64_t i = 0; i < n; i += kDropoutChunk) {
-      const int64_t count = std::min(kDropoutChunk, n - i);
+    for (int64_t i = 0; i < n; i += Dropout<T>::kChunk) {
+      const int64_t count = std::min(Dropout<T>::kChunk, n - i);
       add<true>(input + i, dropout.factors(first + i, count), addend + i, count, sum + i);
     }
   }
@@ -206,8 +174,8 @@ void gradients_of_input(const RowConstants<T>& row, const Statistics<T>& statist
     const auto call = grad_sum ? &gradient_of_input<true, G, S> : &gradient_of_input<false, G, S>;
     return call(row, statistics, means, x, g, grad_sum, grad_input, no_factors, dropped);
   }
-  for (int64_t i = 0; i < row.n; i += kDropoutChunk) {
-    const int64_t count = std::min(kDropoutChunk, row.n - i);
+  for (int64_t i = 0; i < row.n; i += Dropout<T>::kChunk) {
+    const int64_t count = std::min(Dropout<T>::kChunk, row.n - i);
     gradient_of_input<true>({count, row.weight + i, row.bias + i, row.negative_slope}, statistics, means, x + i, g + i,
                             grad_sum ? grad_sum + i : nullptr, grad_input ? grad_input + i : nullptr,
                             dropout.factors(first + i, count), dropped + i);
