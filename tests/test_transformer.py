@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import operators_run, random_tensor
+from helpers import operators_run, random_tensor, run_python
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -698,12 +698,36 @@ def test_weights_of_another_class_meet_torchs_functions() -> None:
 
 def test_export_without_private_names_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in for tensors there is then taken for a class of its own."""
-    monkeypatch.setattr("myvision._dispatch.overrides.STAND_INS", ())
+    monkeypatch.setattr("myvision._dispatch.overrides.PLAIN", (Tensor, nn.Parameter))
     module = make(ours, "TransformerEncoderLayer").eval()
     x = random_tensor(BATCH, SOURCE, WIDTH)
     exported = torch.export.export(module, (x,))
     torch.testing.assert_close(exported.module()(x), module(x))
     assert sum("linear" in str(node.target) for node in exported.graph.nodes if node.op == "call_function") == 4
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_sharded_linear_layers_are_called() -> None:
+    """As under tensor parallelism; a group of one is enough to have weights of another class."""
+    printed = run_python("""
+import tempfile, torch, myvision.nn as ours
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+with tempfile.TemporaryDirectory() as directory:
+    distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    layer = ours.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.rand(2, 3, 8)
+    expected = layer(x)
+    plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+    parallelize_module(layer, init_device_mesh("cpu", (1,)), plan)
+    torch.testing.assert_close(layer(x), expected)
+    layer(x).sum().backward()
+    print(type(layer.linear1.weight.grad).__name__)
+    distributed.destroy_process_group()
+""")
+    assert printed.split()[-1] == "DTensor"
 
 
 @pytest.mark.parametrize("dropped", ["dropout", "dropout2"])

@@ -17,9 +17,9 @@ try:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    STAND_INS: tuple[type[Tensor], ...] = (FakeTensor, FunctionalTensor)
+    PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 except ImportError:
-    STAND_INS = ()
+    PLAIN = (Tensor, nn.Parameter)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,9 +47,7 @@ def is_plain(tensor: Tensor) -> bool:
 
     Those of other classes, such as sharded and quantised ones, know torch's own operators and mostly none besides.
     """
-    return (
-        type(tensor) in (Tensor, nn.Parameter, *STAND_INS) and tensor.layout == torch.strided and not tensor.is_nested
-    )
+    return type(tensor) in PLAIN and tensor.layout == torch.strided
 
 
 def may_be_overwritten(tensor: Tensor) -> bool:

@@ -86,11 +86,12 @@ def _folded(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | No
     """What the operator gets in place of a call of the module; None where the module must be called."""
     if type(module) not in LINEARS or is_replaced(module) or isinstance(x, fx.Proxy):
         return None
-    return (x, module.weight, module.bias) if takes(x, module.weight, module.bias) else None
+    weight, bias = module.weight, module.bias
+    return (x, weight, bias) if takes(x, weight, bias) else None
 
 
 def _is_like_output(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the sum is of the product's dtype and shape; autocast would round the residual to a narrower one."""
-    if not (is_plain(residual) and is_plain(x)) or torch.is_autocast_enabled(x.device.type):
+    if not (is_plain(residual) and is_plain(x)) or x.is_nested or torch.is_autocast_enabled(x.device.type):
         return False
     return residual.dtype == x.dtype and residual.shape == (*x.shape[:-1], weight.shape[0])

@@ -39,6 +39,5 @@ def project(
 
 def takes(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether our operator knows them: weights are no sharded, quantised or sparse ones, nor complex."""
-    weights = (weight,) if bias is None else (weight, bias)
     is_strided = type(input) is not Tensor or input.layout == torch.strided
-    return is_strided and all(is_plain(tensor) and tensor.dtype in FLOATING for tensor in weights)
+    return is_strided and is_plain(weight) and weight.dtype in FLOATING and (bias is None or is_plain(bias))
