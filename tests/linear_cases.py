@@ -141,6 +141,7 @@ class Case:
 
 
 PLAIN = Case()
+LARGE = Case((3, 67), 130, 257, activation="gelu", dropout_p=0.2)
 CASES = [
     PLAIN,
     *(PLAIN.but(activation=activation) for activation in ACTIVATIONS),

@@ -89,6 +89,12 @@ def drop_add_and_normalise(inputs: list[Tensor]) -> Tensor:
     return output + total
 
 
+def drop_after_linear(inputs: list[Tensor]) -> Tensor:
+    seed = torch.full((), 7, device=inputs[0].device)  # the same in every call
+    x, weight, bias, residual = inputs
+    return torch.ops.myvision.linear.default(x, weight, bias, "gelu", 0.0, 0.3, seed, residual)
+
+
 def attend_with_a_mask(inputs: list[Tensor]) -> Tensor:
     query, key, value, mask = inputs
     return scaled_dot_product_attention(query, key, value, mask, is_causal=True, softcap=5.0, window=(40, None))
@@ -110,16 +116,10 @@ def attend_to_packed_sequences(inputs: list[Tensor]) -> Tensor:
     return varlen_attention(*inputs, starts, starts, is_causal=True)
 
 
-def narrow_drop_and_add(inputs: list[Tensor]) -> Tensor:
-    seed = torch.full((), 7, device=inputs[0].device)  # the same in every call
-    x, weight, bias, residual = inputs
-    return torch.ops.myvision.linear.default(x, weight, bias, "gelu", 0.0, 0.3, seed, residual)
-
-
 CONVOLUTION = Case(batch=3, in_channels=16, out_channels=24, image=(20, 21), groups=2, offset_groups=2)
 IMAGES = tensors((3, 16, 9, 12), (16,), (16,), (3, 16, 9, 12))
 ROWS = tensors((7, 5, 96), (96,), (96,), (7, 5, 96))
-LINEAR = tensors((7, 5, 96), (40, 96), (40,), (7, 5, 40))
+TOKENS = tensors((7, 5, 96), (130, 96), (130,), (7, 5, 130))
 LONG_ROWS = tensors((3, 30000), (30000,), (30000,))
 HEADS = tensors((2, 4, 90, 40), (2, 2, 100, 40), (2, 2, 100, 24))
 CALLS = {  # by operator, and what is special
@@ -145,13 +145,9 @@ CALLS = {  # by operator, and what is special
         IMAGES, lambda inputs: layer_norm(inputs[0], 16, *inputs[1:3], residual=inputs[3], channels="first")
     ),
     "layer_norm, long rows": Call(LONG_ROWS, lambda inputs: layer_norm(inputs[0], 30000, *inputs[1:])),
-    "linear": Call(LINEAR, lambda inputs: linear(*inputs[:3], residual=inputs[3])),
-    "linear, activation": Call(LINEAR, lambda inputs: linear(*inputs[:3], activation="silu") + inputs[3]),
-    "linear, dropout": Call(LINEAR, narrow_drop_and_add),
-    "linear, strided": Call(
-        tensors((96, 5, 7), (96, 40), (40,)),
-        lambda inputs: linear(inputs[0].permute(2, 1, 0), inputs[1].t(), inputs[2]),
-    ),
+    "linear": Call(TOKENS, lambda inputs: linear(*inputs[:3], activation="silu", residual=inputs[3])),
+    "linear, dropout": Call(TOKENS, drop_after_linear),
+    "linear, no epilogue": Call(TOKENS, lambda inputs: linear(*inputs[:3]) + inputs[3]),
     "my_add": Call(addends, lambda inputs: my_add(*inputs)),
     "my_add, broadcast": Call(broadcast_addends, lambda inputs: my_add(*inputs)),
     "rms_norm": Call(
@@ -333,6 +329,22 @@ def test_layer_norm_of_many_rows(gpu: str) -> None:
         torch.testing.assert_close(output[rows].float(), expected, rtol=2e-3, atol=2e-3)
         (expected,) = torch.autograd.grad(expected, part, grad_output[rows].float())
         torch.testing.assert_close(gradient[rows].float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("outputs", [ROW, ROW + 1], ids=["aligned", "unaligned"])
+def test_linear_of_a_large_output(outputs: int, gpu: str) -> None:
+    """Of one feature: each column is a multiple of the input."""
+    need_memory(gpu, 32)
+    input = torch.randn(PAST_32_BITS // ROW, 1, dtype=torch.float16, device=gpu).requires_grad_()
+    weight = (torch.arange(outputs, device=gpu) % 3 + 1).half()[:, None]
+    residual = torch.ones(1, 1, dtype=torch.float16, device=gpu).expand(len(input), outputs)
+    output = linear(input, weight, activation="relu", residual=residual)
+    for column in (0, 1, outputs - 1):
+        torch.testing.assert_close(output[:, column], input[:, 0].relu() * weight[column] + 1)
+    grad_output = torch.zeros_like(output)
+    grad_output[:, -1] = 1
+    (gradient,) = torch.autograd.grad(output, input, grad_output)
+    assert torch.equal(gradient[:, 0], (input[:, 0] > 0) * weight[-1])
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import num_threads, random_tensor, run_python
-from linear_cases import CASES, LAYOUTS, NAMES, PLAIN, SEED, Case
+from linear_cases import CASES, LARGE, LAYOUTS, NAMES, PLAIN, SEED, Case
 from norm_cases import ACTIVATIONS
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +19,6 @@ from myvision._formulas._dropout import keep_mask
 from myvision.ops import linear
 
 SIZES = [1, 3, 8, 16, 17, 33, 100]
-LARGE = Case((3, 67), 130, 257, activation="gelu", dropout_p=0.2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -218,16 +217,25 @@ def test_dropout_under_checkpointing() -> None:
 # ---- bitwise ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [LARGE, LARGE.but(rows=(1,)), Case((40,), 1500, 20), Case((1500,), 20, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_do_not_change_bits(case: Case, dtype: torch.dtype) -> None:
-    tensors, grad_output = case.tensors(dtype), case.grad_output(dtype)
-    results = []
-    for count in (1, 2, 3, 8):
-        with num_threads(count):
-            results.append(case.results(case.run, tensors, grad_output))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+def test_threads_do_not_change_bits() -> None:
+    """Of our own products; torch's make no such promise."""
+    run_python(
+        """
+import torch
+from helpers import num_threads
+from linear_cases import LARGE, Case
+for case in (LARGE, LARGE.but(rows=(1,)), Case((40,), 1500, 20), Case((1500,), 20, 3)):
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors, grad_output = case.tensors(dtype), case.grad_output(dtype)
+        results = []
+        for count in (1, 2, 3, 8):
+            with num_threads(count):
+                results.append(case.results(case.run, tensors, grad_output))
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), (case, dtype)
+""",
+        MYVISION_PRODUCT="own",
+    )
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
@@ -277,19 +285,23 @@ def test_only_needed_gradients_are_computed(case: Case, wanted: list[str], devic
         torch.testing.assert_close(gradients[name], all_gradients[name])
 
 
-def test_every_instruction_set(instruction_set: str) -> None:
-    run_python(
-        f"""
-import itertools, torch
+CHECK_ALL = """
+import itertools
 from helpers import FLOATING_DTYPES
 from linear_cases import CASES, LAYOUTS, Case
-assert torch.ops.myvision._cpu_capability().lower() == {instruction_set!r}
 layouts = itertools.cycle(LAYOUTS)
 for case, dtype in itertools.product([*CASES, Case((37,), 70, 65), Case((1,), 33, 200)], FLOATING_DTYPES):
     case.check(dtype, layout=next(layouts))
-""",
-        instruction_set,
-    )
+"""
+
+
+def test_every_instruction_set(instruction_set: str) -> None:
+    run_python(CHECK_ALL, instruction_set, MYVISION_PRODUCT="own")
+
+
+def test_torchs_product() -> None:
+    """Which the operator takes where it is faster, or where it is told to."""
+    run_python(CHECK_ALL, MYVISION_PRODUCT="torch")
 
 
 # ---- nested tensors --------------------------------------------------------------------------------------------------

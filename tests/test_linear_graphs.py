@@ -194,6 +194,17 @@ def test_autocast_leaves_doubles_alone(real_device: str) -> None:
     torch.testing.assert_close(output, PLAIN.run(tensors), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_backward_under_autocast_keeps_the_types_of_forward(activation: str | None, device: str) -> None:
+    case = PLAIN.but(activation=activation)
+    tensors = [t.requires_grad_() for t in case.tensors(device=device)]
+    output, grad_output = case.run(tensors), case.grad_output(device=device)
+    expected = torch.autograd.grad(output, tensors, grad_output, retain_graph=True)
+    with torch.autocast(device, torch.bfloat16):
+        actual = torch.autograd.grad(output, tensors, grad_output)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_meta_device() -> None:
     output = PLAIN.run([t.to("meta") for t in PLAIN.tensors(torch.float16)])
     assert (output.device.type, output.shape, output.dtype) == ("meta", PLAIN.output_shape, torch.float16)

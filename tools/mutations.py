@@ -184,6 +184,9 @@ MUTATIONS = [
         "norm",
     ),
     Mutation("myvision/ops/attention.py", "mask = mask.to(torch.float32)", "mask = mask.to(dtype)", "attention_graphs"),
+    Mutation("myvision/ops/linear.py", "if of_parameters or call.dropout_p > 0:", "if of_parameters:", "linear_graphs"),
+    Mutation("myvision/nn/linear.py", "self.dropout_p if self.training else 0.0", "self.dropout_p", "linear_modules"),
+    Mutation("myvision/onnx/linear.py", "transB=1", "transB=0", "onnx_linear"),
     Mutation(
         "myvision/ops/deform_conv2d.py",
         "F.pad(input, [0, right % 2, 0, down % 2])",

@@ -210,5 +210,6 @@ register_fake(_fake_backward, _backward)
 register_autograd(_linear, _setup_context, _differentiate, composite=formula, forward=_forward)
 register_second_derivative(_backward, _gradients)
 register_autocast(_linear)
+register_autocast(_backward, lambda call, _: call)  # its products, where they are torch's, are not cast behind its back
 for _op in (_linear, _forward, _backward):
     register_vmap(_op, _whole(_op))
