@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from .harness import EAGER, OURS, Bar, Case, Function, Settings, TimeCase
 EVALUATION = "encoder layer, evaluation"
 TRAINING = "encoder layer, training forward + backward"
 HEADLINES = {TRAINING: (EAGER,)}
-BARS = tuple(Bar(group, EAGER, 1 / 1.2) for group in (EVALUATION, TRAINING))
+HALF = ", bfloat16"  # of the names of groups
+BARS = tuple(Bar(group + dtype, EAGER, 1 / 1.2) for group in (EVALUATION, TRAINING) for dtype in ("", HALF))
 
 SHAPE = (16, 197, 768)
 QUICK_SHAPE = (2, 16, 64)
@@ -27,16 +28,17 @@ QUICK_HEADS = 4
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    """Norms last and first; training with torch's default dropout and without."""
-    shape, heads = (QUICK_SHAPE, QUICK_HEADS) if settings.quick else (SHAPE, HEADS)
-    layers = [Layer(shape, heads, norm_first, 0.1, settings.device) for norm_first in (False, True)]
-    for layer in layers:
-        yield TimeCase(EVALUATION, layer.name, layer.evaluation, layer.flops)
-    for dropout in (0.1, 0.0):
+    """Norms last and first; training with torch's default dropout and, in float32, without."""
+    for dtype, suffix, dropouts in ((torch.float32, "", (0.1, 0.0)), (torch.bfloat16, HALF, (0.1,))):
+        shape, heads = (QUICK_SHAPE, QUICK_HEADS) if settings.quick else (SHAPE, HEADS)
+        layers = [Layer(shape, heads, norm_first, 0.1, settings.device, dtype) for norm_first in (False, True)]
         for layer in layers:
-            trained = Layer(shape, heads, layer.norm_first, dropout, settings.device)
-            name = f"{layer.name}, dropout {dropout}"
-            yield TimeCase(TRAINING, name, trained.training, 3 * layer.flops, mode=nullcontext)
+            yield TimeCase(EVALUATION + suffix, layer.name, layer.evaluation, layer.flops)
+        for dropout in dropouts:
+            for layer in layers:
+                trained = replace(layer, dropout=dropout)
+                name = f"{layer.name}, dropout {dropout}"
+                yield TimeCase(TRAINING + suffix, name, trained.training, 3 * layer.flops, mode=nullcontext)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Layer:
     norm_first: bool
     dropout: float
     device: torch.device
+    dtype: torch.dtype
 
     @property
     def name(self) -> str:
@@ -65,11 +68,11 @@ class Layer:
 
     def evaluation(self) -> Mapping[str, Function]:
         layers = {name: layer.eval() for name, layer in self._layers().items()}
-        x = torch.randn(self.shape, device=self.device)
+        x = torch.randn(self.shape, device=self.device, dtype=self.dtype)
         return {name: partial(layer, x) for name, layer in layers.items()}
 
     def training(self) -> Mapping[str, Function]:
-        x = torch.randn(self.shape, device=self.device, requires_grad=True)
+        x = torch.randn(self.shape, device=self.device, dtype=self.dtype, requires_grad=True)
         grad_output = torch.randn_like(x)
 
         def step(layer: nn.Module) -> Tensor:
@@ -81,7 +84,8 @@ class Layer:
     def _layers(self) -> dict[str, nn.Module]:
         torch.manual_seed(0)
         arguments = self.shape[-1], self.heads, self.feedforward, self.dropout
-        options: dict[str, Any] = {"batch_first": True, "norm_first": self.norm_first, "device": self.device}
+        options: dict[str, Any] = {"batch_first": True, "norm_first": self.norm_first}
+        options |= {"device": self.device, "dtype": self.dtype}
         theirs = nn.TransformerEncoderLayer(*arguments, **options)
         ours = myvision.nn.TransformerEncoderLayer(*arguments, **options)
         ours.load_state_dict(theirs.state_dict())

@@ -2,12 +2,13 @@
 
 Random weights, random images. A network is timed as it is and with ours in one run, in evaluation and in a training
 step; torch's profiler then tells, for each shape, how long the normalisations take together with the additions and
-activations around them, as these are what ours takes in.
+activations around them, as these are what ours takes in, and the linear layers with the activations behind them.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -155,7 +156,7 @@ def bars() -> Iterator[Bar]:
         for network in NETWORKS[2:5]:
             yield Bar(f"{network.name}, {mode.name}", EAGER, 1 / 1.05)
         for network in NETWORKS:
-            for family, limit in (("batch_norm", 1 / 1.3), ("layer_norm", 1 / 1.1)):
+            for family, limit in (("batch_norm", 1 / 1.3), ("layer_norm", 1 / 1.1), ("linear", 1.0)):
                 group = f"{network.name}, {mode.name}: {family}"
                 yield Bar(group, EAGER, 1.0, max)
                 yield Bar(f"{group} in all", EAGER, limit)
@@ -187,25 +188,69 @@ def cases(settings: Settings) -> Iterator[Case]:
 # ---- the time of single operators ------------------------------------------------------------------------------------
 
 BACKWARD = "autograd::engine::evaluate_function: "
-# Names of events, ours and torch's: what a normalisation takes in, if it can.
+Shape = tuple[int, ...]
+Place = tuple[str, Shape]  # forward or backward, and what tells calls of a module from those of others
+
+
+@dataclass(frozen=True)
+class Family:
+    """Modules of one kind: names of events, ours and torch's."""
+
+    calls: tuple[str, ...]
+    around: tuple[str, ...]  # what a module takes in, if it can
+    backward: tuple[str, ...]  # of both
+
+    def call(self, event: Any) -> Shape:
+        """Of the input, sorted: one package has the channels where the other permutes to them."""
+        return tuple(sorted(_shapes(event)[0]))
+
+    def output(self, call: Shape) -> Shape:
+        """What is left of a call's shape in that of its output."""
+        return call
+
+    def reader(self, event: Any) -> Shape:
+        """That of the output, of an event that gets it, or its gradient."""
+        return tuple(sorted(_shapes(event)[0]))
+
+
+class LinearFamily(Family):
+    """Linear layers: rows, features and outputs, however the rows are laid out; of their outputs, rows and outputs."""
+
+    def call(self, event: Any) -> Shape:
+        input, weight = _shapes(event)[:2]
+        return math.prod(input[:-1]), input[-1], weight[0]
+
+    def output(self, call: Shape) -> Shape:
+        rows, _features, outputs = call
+        return rows, outputs
+
+    def reader(self, event: Any) -> Shape:
+        output = _shapes(event)[0]
+        return (math.prod(output[:-1]), output[-1]) if output else ()
+
+
 FAMILIES = {
-    "batch_norm": {
-        "norm": ("aten::batch_norm", "myvision::batch_norm", "myvision::_batch_norm_in_place"),
-        "around": ("aten::add", "aten::add_", "aten::relu", "aten::relu_"),
-        "backward": ("NativeBatchNormBackward0", "BatchNormBackward", "BatchNorm.UpdateBackward", "ReluBackward0"),
-    },
-    "layer_norm": {
-        "norm": ("aten::layer_norm", "myvision::layer_norm"),
-        "around": (),
-        "backward": ("NativeLayerNormBackward0", "LayerNormBackward"),
-    },
+    "batch_norm": Family(
+        calls=("aten::batch_norm", "myvision::batch_norm", "myvision::_batch_norm_in_place"),
+        around=("aten::add", "aten::add_", "aten::relu", "aten::relu_"),
+        backward=("NativeBatchNormBackward0", "BatchNormBackward", "BatchNorm.UpdateBackward", "ReluBackward0"),
+    ),
+    "layer_norm": Family(
+        calls=("aten::layer_norm", "myvision::layer_norm"),
+        around=(),
+        backward=("NativeLayerNormBackward0", "LayerNormBackward"),
+    ),
+    "linear": LinearFamily(
+        calls=("aten::linear", "myvision::linear"),
+        around=("aten::gelu", "aten::relu", "aten::relu_"),
+        backward=("AddmmBackward0", "MmBackward0", "LinearBackward", "GeluBackward0"),
+    ),
 }
-Place = tuple[str, tuple[int, ...]]  # forward or backward, and the shape of the input
 
 
 @dataclass(frozen=True)
 class ProfileCase:
-    """The normalisations of a network, shape by shape, and all of them together."""
+    """The normalisations and the linear layers of a network, shape by shape, and all of a kind together."""
 
     network: Network
     mode: Mode
@@ -216,7 +261,7 @@ class ProfileCase:
 
     @property
     def name(self) -> str:
-        return "normalisations"
+        return "operators"
 
     def measure(self, settings: Settings, limits: Limits) -> list[Result]:
         functions = self.mode.functions(self.network, settings.device)
@@ -230,17 +275,18 @@ class ProfileCase:
         return [row for family in FAMILIES for row in self._rows(family, steps)]
 
     def _rows(self, family: str, steps: Mapping[str, list[list[Any]]]) -> list[Result]:
-        calls = Counter(_shape(event) for event in steps[EAGER][0] if event.name in FAMILIES[family]["norm"])
+        calls = _calls(steps[EAGER][0], FAMILIES[family])
         milliseconds = {
-            name: [_milliseconds(events, family, calls) for events in found] for name, found in steps.items()
+            name: [_milliseconds(events, FAMILIES[family], calls) for events in found] for name, found in steps.items()
         }
         group, rows = f"{self.group}: {family}", []
-        for direction, shape in sorted(milliseconds[EAGER][0], key=lambda place: (place[0] != "forward", place[1])):
+        for place in sorted(milliseconds[EAGER][0], key=lambda place: (place[0] != "forward", place[1])):
             figures = {
-                name: statistics.median(step[direction, shape] for step in found) / calls[shape]
+                name: statistics.median(step[place] for step in found) / calls[place]
                 for name, found in milliseconds.items()
             }
-            name = f"{direction} {'x'.join(map(str, shape))}, {calls[shape]} calls"
+            direction, shape = place
+            name = f"{direction} {'x'.join(map(str, shape))}, {calls[place]} calls"
             rows.append(Result(group, name, "ms", figures))
         if rows:
             of_step = {name: statistics.median(sum(s.values()) for s in found) for name, found in milliseconds.items()}
@@ -255,21 +301,42 @@ def _events(function: Function) -> list[Any]:
     return [event for event in profiler.events() if event.cpu_parent is None]
 
 
-def _milliseconds(events: Iterable[Any], family: str, calls: Mapping[tuple[int, ...], int]) -> dict[Place, float]:
-    """Of a step, at each shape that is normalised."""
-    names = FAMILIES[family]
-    found: dict[Place, float] = defaultdict(float)
+def _calls(events: Iterable[Any], family: Family) -> Counter[Place]:
+    """How often the modules are called at each place; backward knows of outputs alone."""
+    calls: Counter[Place] = Counter()
     for event in events:
-        if event.name in (*names["norm"], *names["around"]) and _shape(event) in calls:
-            found["forward", _shape(event)] += event.cpu_time_total / 1e3
-        elif event.name.removeprefix(BACKWARD) in names["backward"] and _shape(event.cpu_children[0]) in calls:
-            found["backward", _shape(event.cpu_children[0])] += event.cpu_time_total / 1e3
+        if event.name in family.calls:
+            shape = family.call(event)
+            calls["forward", shape] += 1
+            calls["backward", family.output(shape)] += 1
+    return calls
+
+
+def _milliseconds(events: Iterable[Any], family: Family, calls: Mapping[Place, int]) -> dict[Place, float]:
+    """Of a step, at each place where the unchanged network has calls.
+
+    What is around a call counts for the last one whose output has its shape.
+    """
+    found: dict[Place, float] = defaultdict(float)
+    last: dict[Shape, Shape] = {}
+    for event in events:
+        if event.name in family.calls:
+            place = "forward", family.call(event)
+            last[family.output(place[1])] = place[1]
+        elif event.name in family.around:
+            place = "forward", last.get(family.reader(event), ())
+        elif event.name.removeprefix(BACKWARD) in family.backward:
+            place = "backward", family.reader(event.cpu_children[0])
+        else:
+            continue
+        if place in calls:
+            found[place] += event.cpu_time_total / 1e3
     return found
 
 
-def _shape(event: Any) -> tuple[int, ...]:
-    """Of the first tensor that the event got, sorted: one package has the channels where the other permutes to them."""
-    return tuple(sorted(event.input_shapes[0])) if event.input_shapes else ()
+def _shapes(event: Any) -> list[Shape]:
+    """Of the tensors that the event got."""
+    return event.input_shapes or [()]
 
 
 def compiled(network: Network, mode: Mode, device: torch.device) -> Mapping[str, Function]:

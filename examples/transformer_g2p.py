@@ -4,11 +4,13 @@ pip install 'myvision[g2p]'
 python examples/transformer_g2p.py --minutes 5
 python examples/transformer_g2p.py --minutes 30 --resume
 python examples/transformer_g2p.py --minutes 5 --backend torch --out g2p_torch
+python examples/transformer_g2p.py --speed
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import time
@@ -33,7 +35,9 @@ PAD, START, END = range(3)
 SPECIAL = ["<pad>", "<start>", "<end>"]
 MAX_LENGTH = 64
 BACKENDS = {"myvision": myvision.nn.Transformer, "torch": nn.Transformer}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+UNTIMED = 2  # steps at the beginning, which allocate
 HEAD = 32  # the width of an attention head
 COMMENT = re.compile(r"^;;;|^#\s|\s#")  # a word may begin with # or ;
 
@@ -195,14 +199,16 @@ class Training:
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
     steps: int = 0
+    dtype: torch.dtype = torch.float32  # of the arithmetic, by autocast: parameters stay float32
 
     @classmethod
-    def start(cls, model: Pronouncer, rate: float, warmup: int) -> Training:
+    def start(cls, model: Pronouncer, rate: float, warmup: int, dtype: torch.dtype = torch.float32) -> Training:
         """AdamW, with a rate that rises for ``warmup`` steps and then falls with the root of their number."""
         warmup = max(warmup, 1)  # the first step has the full rate either way
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5))
-        return cls(model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.995)), optimizer, schedule)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.995))
+        return cls(model, averaged, optimizer, schedule, dtype=dtype)
 
     def save(self, path: Path) -> None:
         state = {name: getattr(self, name).state_dict() for name in ("model", "averaged", "optimizer", "schedule")}
@@ -222,8 +228,9 @@ class Training:
 
     def step(self, spelling: Tensor, spoken: Tensor) -> float:
         """Learns from one batch; returns the loss."""
-        scores = self.model(spelling, spoken[:, :-1])
-        loss = F.cross_entropy(scores.flatten(0, 1), spoken[:, 1:].flatten(), ignore_index=PAD, label_smoothing=0.1)
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            scores = self.model(spelling, spoken[:, :-1]).float().flatten(0, 1)
+        loss = F.cross_entropy(scores, spoken[:, 1:].flatten(), ignore_index=PAD, label_smoothing=0.1)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -264,6 +271,23 @@ def train(training: Training, loader: DataLoader[Any], arguments: argparse.Names
             losses.clear()
     progress.close()
     training.save(checkpoint)
+
+
+def words_per_second(
+    start: Callable[[str, torch.dtype], Training], loader: DataLoader[Any], steps: int
+) -> dict[str, dict[str, float]]:
+    """Of each backend in each dtype, which take turns: what disturbs the machine disturbs all of them."""
+    runs = {(dtype, backend): start(backend, DTYPES[dtype]) for dtype in DTYPES for backend in BACKENDS}
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    words = 0
+    for i, (spelling, spoken) in enumerate(itertools.islice(batches(loader, 0), UNTIMED + steps)):
+        is_timed = i >= UNTIMED
+        for run, training in runs.items():
+            begin = time.perf_counter()
+            training.step(spelling, spoken)
+            seconds[run] += (time.perf_counter() - begin) * is_timed
+        words += len(spelling) * is_timed
+    return {dtype: {backend: words / seconds[dtype, backend] for backend in BACKENDS} for dtype in DTYPES}
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -342,6 +366,15 @@ def make_parser() -> argparse.ArgumentParser:
     rate = number(float, "a number above 0", lambda value: 0 < value < math.inf)
     width = number(int, f"a multiple of {HEAD}, from {HEAD} on", lambda n: HEAD <= n < 2**31 and n % HEAD == 0)
     parser.add_argument("--backend", choices=BACKENDS, default="myvision", help="whose Transformer is trained")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the arithmetic in training")
+    parser.add_argument(
+        "--speed",
+        type=whole(1),
+        nargs="?",
+        const=30,
+        metavar="STEPS",
+        help="only tell how many words a second both backends learn from in each dtype, by this number of steps",
+    )
     parser.add_argument("--minutes", type=minutes, default=5, help="how long this run trains")
     parser.add_argument("--steps", type=whole(0), help="train up to this number of steps, if the time allows")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
@@ -360,8 +393,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> float:
-    """Trains, evaluates and returns the phoneme error rate on the words that were held out."""
+def main(arguments: Sequence[str] | None = None) -> float | None:
+    """Trains, evaluates and returns the phoneme error rate on the words that were held out; None with --speed."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     words = options.words or load_words(None)
@@ -383,7 +416,16 @@ def main(arguments: Sequence[str] | None = None) -> float:
 
     sizes = len(letters.symbols), len(phonemes.symbols)
     shape = {"width": options.width, "layers": options.layers}
-    training = Training.start(Pronouncer(*sizes, options.backend, **shape), options.rate, options.warmup)
+
+    def start(backend: str, dtype: torch.dtype) -> Training:
+        return Training.start(Pronouncer(*sizes, backend, **shape), options.rate, options.warmup, dtype)
+
+    if options.speed:
+        print("words a second", *(f"{backend:>10}" for backend in BACKENDS))
+        for dtype, speeds in words_per_second(start, loader, options.speed).items():
+            print(f"{dtype:14}", *(f"{speed:10.0f}" for speed in speeds.values()))
+        return None
+    training = start(options.backend, DTYPES[options.dtype])
     if options.resume:
         try:
             training.load(options.out / "checkpoint.pt")

@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import myvision  # noqa: F401  loads the operators
 
@@ -23,6 +25,8 @@ FLOATING_DTYPES = [torch.float64, torch.float32, *HALF_DTYPES]
 INTEGER_DTYPES = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 LAYOUTS = ["contiguous", "channels_last", "permuted", "sliced", "offset"]
 INSTRUCTION_SETS = ["default", "avx2", "avx512"]
+
+WITHOUT_ARITHMETIC = {"aten.clone", "aten.detach", "aten._unsafe_view", "aten.empty", "aten.randint"}
 
 REPOSITORY = Path(__file__).parent.parent
 SNIPPET_SECONDS = 300
@@ -57,6 +61,22 @@ def with_layout(tensor: Tensor, layout: str) -> Tensor:
 def available_instruction_sets() -> list[str]:
     """Those this machine has, weakest first."""
     return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(torch.ops.myvision._cpu_capability().lower()) + 1]
+
+
+def operators_run(call: Callable[..., object], *args: Any, **kwargs: Any) -> list[str]:
+    """Names of the operators that a call without gradients runs, myvision's and those of torch's that compute."""
+    names = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func.overloadpacket)
+            if not func.is_view and name not in WITHOUT_ARITHMETIC:
+                names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Record():
+        call(*args, **kwargs)
+    return names
 
 
 # Starts processes that have imported torch and myvision, which takes longer than most of what they are for.

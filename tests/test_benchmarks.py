@@ -85,6 +85,8 @@ def test_networks_are_measured_whole_and_shape_by_shape(tmp_path: Path) -> None:
     of_step = rows["ResNet-18, training: batch_norm in all", "batch 2"]
     assert all(0 < 4 * per_call.figures[name] < of_step.figures[name] for name in per_call.figures)
     assert of_step.peers == [harness.EAGER]
+    for name in ("forward 2x512x1000, 1 calls", "backward 2x1000, 1 calls"):
+        assert min(rows["ResNet-18, training: linear", name].figures.values()) > 0
 
 
 def test_filter_that_matches_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_tensor
+from helpers import operators_run, random_tensor
 from torch import Tensor, nn
 
 import myvision.nn
@@ -155,6 +156,148 @@ class Unlike(nn.Module):
 @pytest.mark.parametrize("other", [random_tensor(2, 4, 6, 6), random_tensor(4, 1, 1, dtype=torch.float64)])
 def test_what_is_added_may_be_unlike_the_input(other: Tensor) -> None:
     assert_same(*both(lambda: Unlike(other)), random_tensor(2, 4, 6, 6, dtype=torch.float64))
+
+
+# ---- linear layers -------------------------------------------------------------------------------------------------
+
+
+def mlp(activation: nn.Module, dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, 6), copy.deepcopy(activation), nn.Dropout(dropout), nn.Linear(6, 4), nn.Dropout(dropout)
+    )
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.ReLU(inplace=True),
+        nn.LeakyReLU(0.3),
+        nn.SiLU(),
+        nn.GELU(),
+        nn.GELU(approximate="tanh"),
+        nn.Hardswish(),
+    ],
+)
+def test_a_linear_layer_takes_in_what_follows_it(activation: nn.Module) -> None:
+    ours, theirs = both(lambda: mlp(activation))
+    x = random_tensor(3, 5, 4, dtype=torch.float64)
+    assert_same(ours, theirs, x)
+    for training in (True, False):
+        assert operators_run(ours.train(training), x) == ["myvision.linear"] * 2
+
+
+def test_a_linear_layer_takes_in_dropout() -> None:
+    model = convert(mlp(nn.ReLU(), dropout=0.25))
+    with torch.no_grad():
+        for layer, bias in ((model[0], 1.0), (model[3], 0.0)):
+            layer.weight.fill_(1 / 4), layer.bias.fill_(bias)
+    x = torch.zeros(2000, 4)
+    torch.manual_seed(0)
+    assert operators_run(model, x) == ["myvision.linear"] * 2
+    output = model(x)  # (kept of 6) / 3, each kept with probability 0.75; then dropped again
+    assert output.count_nonzero() / output.numel() == pytest.approx(0.75, abs=0.03)
+    assert output.mean().item() == pytest.approx(1.5, abs=0.05)
+    torch.testing.assert_close(model.eval()(x), torch.full((2000, 4), 1.5))
+    model[2].p = model[4].p = 0.0
+    torch.testing.assert_close(model.train()(x), torch.full((2000, 4), 1.5))
+
+
+class Residual(nn.Module):
+    """As a block of many networks: its activations are functions, and it adds what went past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.drop = nn.Linear(4, 6), nn.Linear(6, 4), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
+
+
+def test_a_linear_layer_takes_in_an_addition() -> None:
+    ours, theirs = both(Residual)
+    x = random_tensor(3, 4, dtype=torch.float64)
+    assert_same(ours, theirs, x)
+    assert operators_run(ours, x) == ["myvision.linear"] * 2
+    with torch.autocast("cpu", torch.bfloat16):  # the sum keeps the dtype of what is added
+        x = x.float()
+        assert ours.float()(x).dtype == theirs.float()(x).dtype == torch.float32
+
+
+def test_converted_linear_layers_are_copied_compiled_and_exported() -> None:
+    ours, _ = both(lambda: mlp(nn.GELU()))
+    x = random_tensor(3, 4, dtype=torch.float64)
+    expected = ours.eval()(x)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert operators_run(other, x) == ["myvision.linear"] * 2
+        torch.testing.assert_close(other(x), expected)
+    torch.testing.assert_close(torch.compile(ours, backend="aot_eager", fullgraph=True)(x), expected)
+    graph = torch.export.export(ours, (x,)).graph
+    assert sum(node.op == "call_function" for node in graph.nodes) == 2
+
+
+class Broadcast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + x[:1]
+
+
+class ActivatedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return F.relu(y) + F.gelu(y, approximate="tanh")
+
+
+@pytest.mark.parametrize("build", [Broadcast, ActivatedTwice])
+def test_linear_layers_where_not_all_can_be_taken_in(build: type[nn.Module]) -> None:
+    assert_same(*both(build), random_tensor(3, 4, dtype=torch.float64))
+
+
+def test_linear_layers_of_other_classes_are_left_alone() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = convert(nn.Sequential(Own(4, 4), nn.ReLU()))
+    assert [type(part) for part in (model, model[0])] == [nn.Sequential, Own]
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    nn.utils.parametrizations.weight_norm(model[0])
+    x = torch.rand(3, 4)
+    expected = model(x)
+    assert torch.equal(convert(model)(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_linear_layers_that_change_after_the_conversion() -> None:
+    """A hook sees what the layer alone gives; a weight that is parametrized or of another kind is what counts."""
+    x = random_tensor(3, 4, dtype=torch.float64)
+    ours, theirs = both(lambda: mlp(nn.GELU()))
+    seen: list[list[Tensor]] = [[], []]
+    for model, kept in ((ours, seen[0]), (theirs, seen[1])):
+        for part in (model[0], model[1]):
+            part.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output.clone()))
+    assert_same(ours, theirs, x)
+    assert len(seen[0]) == 4
+    torch.testing.assert_close(*seen)
+    ours, theirs = both(lambda: mlp(nn.GELU()))
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    assert_same(ours, theirs, x)
+    sparse = convert(nn.Sequential(nn.Linear(4, 6), nn.ReLU())).double()
+    expected = sparse(x)
+    sparse[0].weight = nn.Parameter(sparse[0].weight.detach().to_sparse_csr(), requires_grad=False)
+    torch.testing.assert_close(sparse(x), expected)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
 
 
 # ---- evaluation writes over what no one else reads -------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_tensor
+from helpers import operators_run, random_tensor
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -328,7 +328,10 @@ def test_graphs() -> None:
         torch.testing.assert_close(compiled(x, x, x, **options, is_causal=is_causal)[0], expected)
     exported = torch.export.export(ours, (x, x, x), options)
     torch.testing.assert_close(exported.module()(x, x, x, **options)[0], expected)
-    assert sum("myvision.attention" in str(node.target) for node in exported.graph.nodes) == 1
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert sum("myvision.attention" in target for target in targets) == 1
+    assert sum("myvision.linear" in target for target in targets) == 2
+    assert not any("aten.linear" in target for target in targets)
 
 
 def test_meta() -> None:
@@ -409,3 +412,71 @@ def test_arguments_of_a_wrong_type_raise(options: dict[str, Any], message: str) 
     module = MultiheadAttention(WIDTH, HEADS, batch_first=True)
     with pytest.raises(TypeError, match=message):
         module(**{"query": X, "key": X, "value": X, **options})
+
+
+# ---- projections are one operator each -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": WIDTH, "vdim": WIDTH + 1}], ids=str)
+def test_operators(options: dict[str, Any]) -> None:
+    ours, _ = pair(batch_first=True, **options)
+    query, key, value = tokens(QUERIES), tokens(KEYS), tokens(KEYS, options.get("vdim", WIDTH), seed=2)
+    cases = [((query, key, value), 3)]
+    if "vdim" not in options:
+        cases += [((query, key, key), 2), ((query, query, query), 1)]
+    for training in (True, False):
+        for inputs, count in cases:
+            run = operators_run(ours.train(training), *inputs, need_weights=False)
+            assert run == [*["myvision.linear"] * count, "myvision.attention", "myvision.linear"]
+    cache = KeyValueCache()
+    operators_run(ours, query, key, value, need_weights=False, cache=cache)
+    run = operators_run(ours, query, key, value, need_weights=False, cache=cache)
+    assert run == ["myvision.linear", "myvision.attention", "myvision.linear"]
+
+
+def test_an_output_projection_of_another_kind_is_called() -> None:
+    x = tokens(KEYS)
+
+    def outputs(change: Any) -> Tensor:
+        module, _ = pair(batch_first=True)
+        change(module)
+        return module(x, x, x, need_weights=False)[0]
+
+    class Halved(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) / 2
+
+    def by_hook(module: nn.Module) -> None:
+        module.out_proj.register_forward_hook(lambda _module, _args, output: output / 2)
+
+    def by_subclass(module: nn.Module) -> None:
+        module.out_proj.__class__ = Halved
+
+    def by_forward(module: nn.Module) -> None:
+        forward = module.out_proj.forward
+        module.out_proj.forward = lambda input: forward(input) / 2
+
+    def by_another(module: nn.Module) -> None:
+        halved = Halved(WIDTH, WIDTH).double()
+        halved.load_state_dict(module.out_proj.state_dict())
+        module.out_proj = nn.Sequential(halved)
+
+    def by_parametrization(module: nn.Module) -> None:
+        class Half(nn.Module):
+            def forward(self, tensor: Tensor) -> Tensor:
+                return tensor / 2
+
+        for name in ("weight", "bias"):
+            nn.utils.parametrize.register_parametrization(module.out_proj, name, Half())
+
+    expected = outputs(lambda module: None) / 2
+    for change in (by_hook, by_subclass, by_forward, by_another, by_parametrization):
+        torch.testing.assert_close(outputs(change), expected)
+
+
+def test_input_projections_whose_weight_is_parametrized() -> None:
+    ours, theirs = pair(batch_first=True)
+    for module in (ours, theirs):
+        nn.utils.parametrizations.weight_norm(module, "in_proj_weight")
+    x = tokens(KEYS)
+    torch.testing.assert_close(ours(x, x, x), theirs(x, x, x))

@@ -7,13 +7,14 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_tensor
+from helpers import operators_run, random_tensor, run_python
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import myvision.nn as ours
 
@@ -258,7 +259,11 @@ def test_dropout(name: str, norm_first: bool) -> None:
     assert torch.equal(without.eval()(*given), without(*given))
 
 
-@pytest.mark.parametrize("hooked", [["self_attn", "linear2"], ["norm1", "norm2"], ["dropout1", "dropout2"]])
+@pytest.mark.parametrize(
+    "hooked",
+    [["self_attn", "linear2"], ["norm1", "norm2"], ["dropout1", "dropout2"], ["linear1", "dropout"]],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_hooks_and_replaced_modules(norm_first: bool, hooked: list[str]) -> None:
     module, theirs = pair("TransformerEncoderLayer", norm_first=norm_first)
@@ -344,6 +349,9 @@ def test_graphs(name: str, norm_first: bool, training: bool) -> None:
     count = {"TransformerEncoderLayer": 1, "TransformerDecoder": 4, "Transformer": 6}.get(name, 2)
     assert sum("myvision.attention" in target for target in targets) == count
     assert sum("add_layer_norm" in target for target in targets) >= count
+    products = {"Layer": 1, "coder": 2}.get(name[-5:], 0) * (4 if "Encoder" in name else 7) or 2 * (4 + 7)
+    assert sum("myvision.linear" in target for target in targets) == products
+    assert not any(f"aten.{op}." in target for target in targets for op in ("linear", "relu", "dropout"))
 
 
 def test_one_graph_for_all_lengths() -> None:
@@ -524,3 +532,242 @@ def test_copies_keep_an_activation_that_is_a_module(name: str) -> None:
     given = tuple(tensor.float() for tensor in inputs(name))
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(other(*given), module(*given))
+
+
+# ---- linear layers are one operator with what follows them, unless they are not the usual ones -----------------------
+
+ATTENTION = ["linear", "attention", "linear"]
+OPERATORS = {
+    ("TransformerEncoderLayer", False): [*ATTENTION, "add_layer_norm", "linear", "linear", "add_layer_norm"],
+    ("TransformerEncoderLayer", True): ["layer_norm", *ATTENTION, "add_layer_norm", "linear", "linear"],
+    ("TransformerDecoderLayer", False): [
+        *[*ATTENTION, "add_layer_norm", "linear", *ATTENTION, "add_layer_norm"],
+        *["linear", "linear", "add_layer_norm"],
+    ],
+    ("TransformerDecoderLayer", True): [
+        *["layer_norm", *ATTENTION, "add_layer_norm", "linear", *ATTENTION, "add_layer_norm"],
+        *["linear", "linear"],
+    ],
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("name", "norm_first"), OPERATORS)
+def test_operators_of_a_layer(name: str, norm_first: bool, training: bool) -> None:
+    module = make(ours, name, norm_first=norm_first, dropout=0.1).train(training)
+    given = [tensor.float() for tensor in inputs(name)]
+    expected = [f"myvision.{op}" for op in OPERATORS[name, norm_first]]
+    assert operators_run(module, *given) == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        run = operators_run(module, *given)
+    assert [op for op in run if op.startswith("myvision.")] == expected
+
+
+@pytest.mark.parametrize(
+    ("activation", "is_known"),
+    [
+        *[(activation, True) for activation in ("relu", "gelu", F.gelu, torch.relu, F.leaky_relu, F.silu, F.hardswish)],
+        *[(module, True) for module in (nn.ReLU(), nn.GELU("tanh"), nn.LeakyReLU(0.3), nn.SiLU(), nn.Hardswish())],
+        *[(activation, False) for activation in (torch.tanh, lambda x: x.square(), nn.Tanh(), nn.Softplus(2))],
+    ],
+    ids=lambda value: getattr(value, "__name__", repr(value)),
+)
+def test_known_activations_are_part_of_the_product(activation: Any, is_known: bool) -> None:
+    module, theirs = pair("TransformerEncoderLayer", activation=activation)
+    (x,) = inputs("TransformerEncoderLayer")
+    torch.testing.assert_close(module(x), theirs(x))
+    run = operators_run(module, x)
+    assert run.count("myvision.linear") == 4
+    assert all(op.startswith("myvision.") for op in run) == is_known
+
+
+def test_an_activation_with_a_hook_is_called() -> None:
+    module, theirs = pair("TransformerEncoderLayer", activation=nn.ReLU())
+    for layer in (module, theirs):
+        layer.activation.register_forward_hook(lambda _module, _args, output: output / 2)
+    (x,) = inputs("TransformerEncoderLayer")
+    torch.testing.assert_close(module(x), theirs(x))
+
+
+class Adapted(nn.Linear):
+    """As adapters of low rank do it: a subclass."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + input.mean(-1, keepdim=True)
+
+
+class Wrapped(nn.Module):
+    """The same, by a module around it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self.base.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.base(input) / 2
+
+
+def adapt(layer: nn.Linear) -> nn.Module:
+    layer.__class__ = Adapted
+    return layer
+
+
+def with_forward(layer: nn.Linear) -> nn.Module:
+    layer.forward = lambda input: F.linear(input, layer.weight) - 1
+    return layer
+
+
+def normalised_by_hooks(layer: nn.Linear) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+FOREIGN = {
+    "subclass": adapt,
+    "module around it": Wrapped,
+    "forward on the instance": with_forward,
+    "parametrization": nn.utils.parametrizations.weight_norm,
+    "weight made by a hook": normalised_by_hooks,
+    "ours with an activation": lambda layer: ours.LinearAct(*reversed(layer.weight.shape)).double(),
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_linear_layers_of_another_kind_are_called(norm_first: bool, change: str) -> None:
+    module, theirs = pair("TransformerEncoderLayer", norm_first=norm_first)
+    for layer in (module, theirs):
+        for name in ("linear1", "linear2"):
+            torch.manual_seed(0)
+            setattr(layer, name, FOREIGN[change](getattr(layer, name)))
+    theirs.train()  # the fast path in evaluation does not ask
+    (x,) = inputs("TransformerEncoderLayer")
+    torch.testing.assert_close(module(x), theirs(x))
+    for layer in (module, theirs):
+        layer.zero_grad()
+        layer(x).square().mean().backward()
+    gradients = [{name: p.grad for name, p in layer.named_parameters()} for layer in (module, theirs)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.skipif(torch.backends.quantized.engine == "none", reason="torch was built without quantised kernels")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_quantised_linear_layers_are_called() -> None:
+    module, _ = pair("TransformerEncoderLayer")
+    (x,) = (tensor.float() for tensor in inputs("TransformerEncoderLayer"))
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(module).float().eval(), {nn.Linear})
+    assert type(quantised.linear1) is torch.ao.nn.quantized.dynamic.Linear
+    assert operators_run(quantised, x).count("quantized.linear_dynamic") == 2
+    torch.testing.assert_close(quantised(x), module.float()(x), rtol=0, atol=0.2)
+
+
+class Watched(Tensor):
+    """A tensor of another class, which knows torch's own functions."""
+
+    functions: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_of_another_class_meet_torchs_functions() -> None:
+    module, _ = pair("TransformerEncoderLayer")
+    (x,) = inputs("TransformerEncoderLayer")
+    expected = module(x)
+    for layer in (module.linear1, module.linear2, module.self_attn.out_proj):
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Watched))
+    module.self_attn.in_proj_weight = nn.Parameter(module.self_attn.in_proj_weight.detach().as_subclass(Watched))
+    Watched.functions.clear()
+    torch.testing.assert_close(module(x).as_subclass(Tensor), expected)
+    assert Watched.functions.count(F.linear) == 4
+    assert not any(
+        getattr(function, "__module__", "").startswith("myvision.ops.linear") for function in Watched.functions
+    )
+
+
+def test_export_without_private_names_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for tensors there is then taken for a class of its own."""
+    monkeypatch.setattr("myvision._dispatch.overrides.PLAIN", (Tensor, nn.Parameter))
+    module = make(ours, "TransformerEncoderLayer").eval()
+    x = random_tensor(BATCH, SOURCE, WIDTH)
+    exported = torch.export.export(module, (x,))
+    torch.testing.assert_close(exported.module()(x), module(x))
+    assert sum("linear" in str(node.target) for node in exported.graph.nodes if node.op == "call_function") == 4
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_sharded_linear_layers_are_called() -> None:
+    """As under tensor parallelism; a group of one is enough to have weights of another class."""
+    printed = run_python("""
+import tempfile, torch, myvision.nn as ours
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+with tempfile.TemporaryDirectory() as directory:
+    distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    layer = ours.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.rand(2, 3, 8)
+    expected = layer(x)
+    plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+    parallelize_module(layer, init_device_mesh("cpu", (1,)), plan)
+    torch.testing.assert_close(layer(x), expected)
+    layer(x).sum().backward()
+    print(type(layer.linear1.weight.grad).__name__)
+    distributed.destroy_process_group()
+""")
+    assert printed.split()[-1] == "DTensor"
+
+
+@pytest.mark.parametrize("dropped", ["dropout", "dropout2"])
+def test_the_share_of_what_is_dropped(dropped: str) -> None:
+    """Behind the activation, and behind the second product with the residual."""
+    layer = make(ours, "TransformerEncoderLayer", norm_first=True)
+    layer.get_submodule(dropped).p = 0.25
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.linear1.bias.fill_(1)
+        layer.linear2.weight.copy_(torch.eye(16)[:WIDTH])  # the network gives 1 everywhere
+    x = torch.arange(4000.0).view(1, 500, WIDTH) / 4000
+    torch.manual_seed(0)
+    added = layer(x) - x
+    kept = added.count_nonzero() / added.numel()
+    assert kept.item() == pytest.approx(0.75, abs=0.03)
+    assert added.round(decimals=2).unique().tolist() == pytest.approx([0, 1.33])
+    assert torch.equal(layer.eval()(x), x + 1)
+
+
+def test_autocast_keeps_the_residual_wide() -> None:
+    module, theirs = (layer.float() for layer in pair("TransformerEncoderLayer", norm_first=True))
+    (x,) = (1000 + tensor.float() for tensor in inputs("TransformerEncoderLayer"))
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = module(x), theirs(x)
+    assert output.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(output, expected, rtol=0, atol=0.5)  # bfloat16 rounds off up to 2 of 1000
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_second_derivatives_and_vmap(norm_first: bool) -> None:
+    module, theirs = pair("TransformerEncoderLayer", norm_first=norm_first, activation="gelu")
+    (x,) = inputs("TransformerEncoderLayer")
+    results = []
+    for layer in (module, theirs):
+        leaf = x.clone().requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):
+            (gradient,) = torch.autograd.grad(layer(leaf).pow(3).sum(), leaf, create_graph=True)
+            results.append(torch.autograd.grad(gradient.pow(2).sum(), [leaf, *layer.parameters()]))
+    torch.testing.assert_close(*results)
+    batch = torch.stack([x, x.flip(1)])
+    torch.testing.assert_close(torch.func.vmap(module)(batch), torch.stack([module(part) for part in batch]))

@@ -33,7 +33,7 @@ def dictionary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(g2p: ModuleType, dictionary: Path, out: Path, *more: str) -> float:
+def run(g2p: ModuleType, dictionary: Path, out: Path, *more: str) -> Any:
     options = {"words": dictionary, "out": out, "held-out": 20, "batch-size": 32, "width": 32, "layers": 1}
     options |= {"warmup": 10, "report-every": 5}
     return g2p.main([*(text for name, value in options.items() for text in (f"--{name}", str(value))), *more])
@@ -97,7 +97,8 @@ def test_it_learns(g2p: ModuleType, dictionary: Path, tmp_path: Path, backend: s
     assert run(g2p, dictionary, tmp_path, "--backend", backend, "--steps", "150", "--rate", "5e-3") < 0.5 < untrained
 
 
-def test_both_backends_learn_the_same(g2p: ModuleType) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_both_backends_learn_the_same(g2p: ModuleType, dtype: str, tolerance: float) -> None:
     """Without dropout, which draws other numbers, the losses stay together."""
     losses = []
     for backend in g2p.BACKENDS:
@@ -108,12 +109,22 @@ def test_both_backends_learn_the_same(g2p: ModuleType) -> None:
                 module.p = 0.0
             if isinstance(module, torch.nn.MultiheadAttention):
                 module.dropout = 0.0
-        training = g2p.Training.start(model, rate=2e-3, warmup=1)
+        training = g2p.Training.start(model, rate=2e-3, warmup=1, dtype=g2p.DTYPES[dtype])
         spelling, spoken = torch.randint(3, 10, (4, 6)), torch.randint(3, 12, (4, 5))
         spelling[1, 4:] = g2p.PAD
         losses.append([training.step(spelling, spoken) for _ in range(5)])
-    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-4)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=tolerance, atol=tolerance)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_the_speed_of_both_backends_is_told(g2p: ModuleType, dictionary: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(g2p, dictionary, tmp_path, "--speed", "2") is None
+    *_, head, single, half = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["words", "a", "second", "myvision", "torch"]
+    assert [single[0], half[0]] == ["float32", "bfloat16"]
+    assert all(float(speed) > 0 for speed in (*single[1:], *half[1:]))
+    assert not list(tmp_path.iterdir())  # nothing was trained
 
 
 def test_a_resumed_run_is_the_same(g2p: ModuleType, dictionary: Path, tmp_path: Path) -> None:
@@ -147,6 +158,7 @@ def error_of(g2p: ModuleType, capsys: Any, dictionary: Path, out: Path, *more: s
         ("--held-out", "360", "fewer than all 360 words"),
         *[("--minutes", value, "a number, 0 or more") for value in ("-1", "nan", "x")],
         ("--steps", "-1", "a whole number from 0"),
+        ("--speed", "0", "a whole number from 1"),
         *[("--layers", value, "a whole number from 1") for value in ("0", "-1", "1.5")],
         ("--report-every", "0", "a whole number from 1"),
         *[("--batch-size", value, "a whole number from 1") for value in ("0", "-3", "1" + "0" * 30)],

@@ -11,7 +11,7 @@ __all__ = ["convert"]
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Changes a model in place, and returns it: its modules become ours, and norms take in what follows them.
+    """Changes a model in place, and returns it: its modules become ours, and some take in what follows them.
 
     Parameters, buffers, names and hooks stay what they are, as does what the model computes.
     """

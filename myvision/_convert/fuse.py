@@ -1,8 +1,10 @@
-"""Norms take in the addition and the activation that follow them, where the graph of a module's ``forward`` shows both.
+"""Norms and linear layers take in what follows them, where the graph of a module's ``forward`` shows that they may.
+
+A norm takes in an addition, then an activation; a linear layer an activation, then dropout, then an addition.
 
 Only ``forward`` of the module around them changes: it gets a class of its own, a subclass of the one it had, with the
 steps that torch.fx recorded. Where a call is not of the recorded kind, or a hook or another module has come between,
-the ``forward`` that the author wrote runs, and its norms do what they always did.
+the ``forward`` that the author wrote runs, and its modules do what they always did.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import myvision.nn as ours
 from myvision._formulas._activation import activate
-from myvision.nn._transformer import is_replaced
+from myvision.nn._fold import SLOPE, Activation, activation_of_module, is_replaced, known_activation, linear_step
 from myvision.nn.batch_norm import BatchNormForward
 
 NORMS = (
@@ -36,24 +37,18 @@ NORMS = (
     ours.LayerNorm,
     ours.RMSNorm,
 )
+LINEARS = (ours.Linear,)
 # What these return no one else has.
-NEW_MEMORY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+NEW_MEMORY = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, *LINEARS)
+Takes = Callable[[fx.Node, fx.Node, dict[str, nn.Module]], bool]  # whether a node is of some kind, after another one
 ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-SLOPE = 0.01  # of leaky_relu, where nothing tells it
-ACTIVATIONS: dict[Any, str] = {
-    **dict.fromkeys([nn.ReLU, F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"], "relu"),
-    **dict.fromkeys([nn.SiLU, F.silu], "silu"),
-    **dict.fromkeys([nn.Hardswish, F.hardswish], "hardswish"),
-}
-
-Activation = tuple[str, float]  # the name that our norms know it by, and the slope of leaky_relu
 
 
 def fuse(model: nn.Module) -> None:
-    """Fuses the norms in every module of a model that holds some and whose graph can be told."""
+    """Fuses norms and linear layers in every module of a model that holds some and whose graph can be told."""
     owners = Counter(module for parent in model.modules() for module in parent.children())
     for parent in list(model.modules()):
-        if any(type(child) in NORMS for child in parent.children()):
+        if any(type(child) in (*NORMS, *LINEARS) for child in parent.children()):
             fuse_children(parent, owners)
 
 
@@ -65,8 +60,8 @@ def fuse_children(parent: nn.Module, owners: Counter[nn.Module]) -> None:
     fused: set[str] = set()
     for node in list(graph.nodes):
         if step := Step.after(node, modules, owners):
+            fused |= step.called
             step.rewrite(graph)
-            fused |= step.modules
     if fused:
         graph.lint()
         kinds = {name: type(modules[name]) for name in sorted(fused)}
@@ -133,64 +128,78 @@ def recorded(module: nn.Module) -> fx.Graph | None:
 
 @dataclass(frozen=True)
 class Step:
-    """A norm, and the addition and the activation after it, of which no one else reads anything.
+    """A norm or a linear layer, and what it takes in of what follows, of which no one else reads anything.
 
-    There may be neither where the norm's input is its own, and so can be written to.
+    A norm may take in nothing where its input is its own, and so can be written to.
     """
 
-    norm: fx.Node
-    addition: fx.Node | None
-    activation: fx.Node | None
-    kind: Activation | None
-    owns_input: bool  # whether the norm reads new memory that no one else reads
-    modules: set[str]  # those whose calls it takes the place of, and who gives the input that it owns
+    first: fx.Node
+    taken: dict[Takes, fx.Node]
+    owns_input: bool  # whether a norm reads new memory that no one else reads
+    modules: dict[str, nn.Module]
 
     @staticmethod
     def after(node: fx.Node, modules: dict[str, nn.Module], owners: Counter[nn.Module]) -> Step | None:
         """The step that begins with a node."""
-        if not _is_norm(node, modules, owners):
+        if not _begins(node, modules, owners):
             return None
-        addition = _only_reader(node)
-        if addition and not _adds(addition, node):
-            addition = None
-        activation = _only_reader(addition or node)
-        kind = activation_of(activation, modules) if activation else None
-        if kind is None:
-            activation = None
+        is_norm = type(_module(node, modules)) in NORMS
+        taken: dict[Takes, fx.Node] = {}
+        last = node
+        for takes in (_adds, _activates) if is_norm else (_activates, _drops, _adds):
+            reader = _only_reader(last)
+            if reader and takes(reader, last, modules):
+                taken[takes] = last = reader
         input = node.args[0]
         assert isinstance(input, fx.Node)
-        owns_input = len(input.users) == 1 and type(_module(input, modules)) in NEW_MEMORY
-        takes_something = addition or activation or owns_input
-        if not takes_something or not _is_undisturbed(node, activation or addition or node, modules):
-            return None
-        called = [n for n in (node, activation, input if owns_input else None) if n and n.op == "call_module"]
-        return Step(node, addition, activation, kind, owns_input, {str(n.target) for n in called})
+        owns_input = is_norm and len(input.users) == 1 and type(_module(input, modules)) in NEW_MEMORY
+        step = Step(node, taken, owns_input, modules)
+        return step if (taken or owns_input) and step.is_undisturbed() else None
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [self.first, *self.taken.values()]
+
+    @property
+    def called(self) -> set[str]:
+        """The names of the modules whose calls it takes the place of, and of the one that gives an input it owns."""
+        nodes = [*self.nodes, self.first.args[0]] if self.owns_input else self.nodes
+        return {str(node.target) for node in nodes if isinstance(node, fx.Node) and node.op == "call_module"}
+
+    def is_undisturbed(self) -> bool:
+        """Whether all of it may as well run where it ends: nothing on the way can have written to what it reads."""
+        nodes = list(self.first.graph.nodes)
+        between = nodes[nodes.index(self.first) + 1 : nodes.index(self.nodes[-1])]
+        others = [node for node in between if node not in self.nodes]
+        return not any(self.first.args[0] in node.args or _writes(node, self.modules) for node in others)
 
     def rewrite(self, graph: fx.Graph) -> None:
-        last = self.activation or self.addition or self.norm
+        *_, last = self.nodes
+        activation, dropout = self.taken.get(_activates), self.taken.get(_drops)
+        kind = activation_of(activation, self.modules) if activation else None
         with graph.inserting_before(last):
-            norm = graph.get_attr(str(self.norm.target))
-            kind = self.kind or (None, SLOPE)
-            result = graph.call_function(
-                fused_norm, (norm, self.norm.args[0], self._residual(), *kind, self.owns_input)
-            )
+            module, input = graph.get_attr(str(self.first.target)), self.first.args[0]
+            if type(_module(self.first, self.modules)) in NORMS:
+                arguments = module, input, self._residual(), *(kind or (None, SLOPE)), self.owns_input
+                result = graph.call_function(fused_norm, arguments)
+            else:
+                dropped = graph.get_attr(str(dropout.target)) if dropout else None
+                result = graph.call_function(linear_step, (module, input, kind, dropped, self._residual()))
         last.replace_all_uses_with(result)
-        for node in (self.activation, self.addition, self.norm):
-            if node:
-                graph.erase_node(node)
+        for node in reversed(self.nodes):
+            graph.erase_node(node)
 
     def _residual(self) -> Any:
-        if self.addition is None:
-            return None
-        return next(arg for arg in self.addition.args if arg is not self.norm)
+        addition = self.taken.get(_adds)
+        return next(arg for arg in addition.args if arg not in self.nodes) if addition else None
 
 
-def _is_norm(node: fx.Node, modules: dict[str, nn.Module], owners: Counter[nn.Module]) -> bool:
-    """Whether this is the only call of a norm of ours, which no other module holds, of one value."""
+def _begins(node: fx.Node, modules: dict[str, nn.Module], owners: Counter[nn.Module]) -> bool:
+    """Whether this is the only call of a norm or a linear layer of ours, which no other module holds, of one value."""
     if len(node.args) != 1 or not isinstance(node.args[0], fx.Node) or node.kwargs:
         return False
     module = _module(node, modules)
-    if module is None or type(module) not in NORMS:
+    if module is None or type(module) not in (*NORMS, *LINEARS):
         return False
     calls = [other for other in node.graph.nodes if other.op == "call_module" and other.target == node.target]
     return owners[module] == len(calls) == 1
@@ -199,13 +208,6 @@ def _is_norm(node: fx.Node, modules: dict[str, nn.Module], owners: Counter[nn.Mo
 def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:
     """What a node calls, if that is a module."""
     return modules.get(str(node.target)) if node.op == "call_module" else None
-
-
-def _is_undisturbed(norm: fx.Node, last: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether the norm may as well run where its step ends: nothing on the way can have written to what it reads."""
-    nodes = list(norm.graph.nodes)
-    between = nodes[nodes.index(norm) + 1 : nodes.index(last)]
-    return not any(norm.args[0] in node.args or (norm not in node.args and _writes(node, modules)) for node in between)
 
 
 def _writes(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
@@ -220,33 +222,33 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _adds(node: fx.Node, norm: fx.Node) -> bool:
-    """Whether a node is the sum of what the norm gives and of another value, and writes to nothing else."""
+def _adds(node: fx.Node, before: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether a node is the sum of what the one before gives and of another value, and writes to nothing else."""
     if node.op not in ("call_function", "call_method") or node.target not in ADDITIONS:
         return False
     values = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    if len(node.args) != 2 or len(values) != 2 or node.kwargs or values.count(norm) != 1:
+    if len(node.args) != 2 or len(values) != 2 or node.kwargs or values.count(before) != 1:
         return False
-    return node.target not in (operator.iadd, "add_") or values[0] is norm
+    return node.target not in (operator.iadd, "add_") or values[0] is before
+
+
+def _activates(node: fx.Node, before: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    return activation_of(node, modules) is not None
+
+
+def _drops(node: fx.Node, before: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    return type(_module(node, modules)) is nn.Dropout and len(node.args) == 1 and not node.kwargs
 
 
 def activation_of(node: fx.Node, modules: dict[str, nn.Module]) -> Activation | None:
-    """What a node computes of its only argument, if our norms know it."""
+    """What a node computes of its only argument, if our operators know it."""
     if len(node.args) != 1 or set(node.kwargs) - {"inplace"}:
         return None
     if node.op == "call_module":
         return activation_of_module(_module(node, modules))
-    name = ACTIVATIONS.get(node.target)
-    return (name, SLOPE) if name and node.op in ("call_function", "call_method") else None
-
-
-def activation_of_module(module: nn.Module | None) -> Activation | None:
-    if type(module) is nn.LeakyReLU:
-        return "leaky_relu", module.negative_slope
-    if type(module) is nn.GELU:
-        return ("gelu" if module.approximate == "none" else "gelu_tanh"), SLOPE
-    name = ACTIVATIONS.get(type(module))
-    return (name, SLOPE) if name else None
+    if node.op == "call_method":
+        return ("relu", SLOPE) if node.target in ("relu", "relu_") else None
+    return known_activation(node.target) if node.op == "call_function" else None
 
 
 # ---- what runs -------------------------------------------------------------------------------------------------------

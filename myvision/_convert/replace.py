@@ -17,6 +17,7 @@ ALIKE = (
     "InstanceNorm2d",
     "InstanceNorm3d",
     "LayerNorm",
+    "Linear",
     "MultiheadAttention",
     "RMSNorm",
     "Transformer",

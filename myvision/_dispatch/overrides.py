@@ -7,11 +7,19 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from myvision._dispatch.nested import is_nested
 from myvision._dispatch.tracing import is_tracing
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+except ImportError:
+    PLAIN = (Tensor, nn.Parameter)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +40,14 @@ def overridable(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and of torch's own class, or stands for such a one while a graph is made.
+
+    Those of other classes, such as sharded and quantised ones, know torch's own operators and mostly none besides.
+    """
+    return type(tensor) in PLAIN and tensor.layout == torch.strided
 
 
 def may_be_overwritten(tensor: Tensor) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from myvision.nn._fold import is_replaced, known_activation, linear_step
 from myvision.nn._leaf import Leaf
 from myvision.nn.attention import MultiheadAttention
 from myvision.nn.layer_norm import LayerNorm
@@ -44,7 +44,22 @@ class TransformerLayer(Leaf):
         layer: Any = self
         if self._overrides("_ff_block"):
             return layer._ff_block(x), None
-        return layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))), dropout
+        return linear_step(layer.linear2, self._hidden(x)), dropout
+
+    def _fed_forward_and_added(self, x: Tensor, dropout: nn.Module, residual: Tensor) -> Tensor:
+        """``residual + dropout(network(x))``, where no norm follows that would take in dropout and addition."""
+        layer: Any = self
+        if self._overrides("_ff_block"):
+            return residual + layer._ff_block(x)
+        return linear_step(layer.linear2, self._hidden(x), dropout=dropout, residual=residual)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """What the network's second linear layer gets."""
+        layer: Any = self
+        activation = known_activation(layer.activation)
+        if activation is None:
+            return layer.dropout(layer.activation(linear_step(layer.linear1, x)))
+        return linear_step(layer.linear1, x, activation, layer.dropout)
 
 
 def add_norm(branch: Tensor, dropout: nn.Module | None, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -52,19 +67,9 @@ def add_norm(branch: Tensor, dropout: nn.Module | None, residual: Tensor, norm: 
     if type(norm) is LayerNorm and type(dropout) is nn.Dropout and _may_fuse(branch, dropout, norm):
         affine = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         return add_layer_norm(branch, residual, *affine, dropout.p, dropout.training)
-    sum = add(branch, dropout, residual)
+    sum = residual + (branch if dropout is None else dropout(branch))
     return norm(sum), sum
-
-
-def add(branch: Tensor, dropout: nn.Module | None, residual: Tensor) -> Tensor:
-    return residual + (branch if dropout is None else dropout(branch))
 
 
 def _may_fuse(branch: Tensor, *modules: nn.Module) -> bool:
     return not isinstance(branch, fx.Proxy) and not any(map(is_replaced, modules))
-
-
-def is_replaced(module: nn.Module) -> bool:
-    """Whether only a call of the module does all it does: it has hooks, or a ``forward`` of its own on the instance."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return "forward" in module.__dict__ or any(map(len, hooks)) or bool(_has_any_global_hook())

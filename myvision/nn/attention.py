@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myvision._checks import check_tensor
+from myvision.nn._fold import linear_step
 from myvision.nn._leaf import Leaf
 from myvision.nn._masks import check_mask, check_mask_dtype, merge_masks
+from myvision.nn._project import project
 from myvision.ops.attention import Alignment, scaled_dot_product_attention
 
 
@@ -126,7 +128,7 @@ class MultiheadAttention(Leaf, nn.MultiheadAttention):
             output = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, causal_alignment=alignment)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
-        output = self.out_proj(self._joined(output, is_batched))
+        output = linear_step(self.out_proj, self._joined(output, is_batched))
         return output, weights if weights is None or is_batched else weights.squeeze(0)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache | None) -> None:
@@ -193,12 +195,12 @@ class MultiheadAttention(Leaf, nn.MultiheadAttention):
         return [
             part
             for input, weight, bias, count in zip((query, key, value), weights, biases, counts, strict=False)
-            for part in F.linear(input, weight, bias).chunk(count, dim=-1)
+            for part in project(input, weight, bias).chunk(count, dim=-1)
         ]
 
     def _projected_query(self, query: Tensor) -> Tensor:
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
-        return F.linear(query, weight, None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim])
+        return project(query, weight, None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim])
 
     def _split(self, projected: Tensor, is_batched: bool) -> Tensor:
         """Views a projection as heads: ``[batch, heads, length, width]``."""

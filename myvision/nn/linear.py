@@ -10,7 +10,7 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from myvision.nn._activation import Act, Activated, constants
 from myvision.nn._dropout import checked_probability
-from myvision.ops.linear import linear
+from myvision.nn._project import project
 
 
 class LinearForward(Activated):
@@ -23,7 +23,7 @@ class LinearForward(Activated):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         dropout_p = self.dropout_p if self.training else 0.0
         if not is_scripting():
-            return linear(
+            return project(
                 input,
                 self.weight,
                 self.bias,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from myvision._checks import check_tensor
 from myvision.nn._leaf import Leaf
 from myvision.nn._masks import is_causal_mask
-from myvision.nn._transformer import TransformerLayer, add, add_norm
+from myvision.nn._transformer import TransformerLayer, add_norm
 from myvision.nn.attention import KeyValueCache
 
 LayerCache = tuple[KeyValueCache, KeyValueCache]
@@ -94,7 +94,7 @@ class TransformerDecoderLayer(TransformerLayer, nn.TransformerDecoderLayer):
         if self.norm_first:
             x, stream = add_norm(*self._attended(self.norm1(tgt), *masks, own_cache), tgt, self.norm2)
             x, stream = add_norm(*self._attended_memory(x, memory, *memory_masks, memory_cache), stream, self.norm3)
-            return add(*self._fed_forward(x, self.dropout3), stream)
+            return self._fed_forward_and_added(x, self.dropout3, stream)
         x, _ = add_norm(*self._attended(tgt, *masks, own_cache), tgt, self.norm1)
         x, _ = add_norm(*self._attended_memory(x, memory, *memory_masks, memory_cache), x, self.norm2)
         x, _ = add_norm(*self._fed_forward(x, self.dropout3), x, self.norm3)

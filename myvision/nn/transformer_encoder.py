@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from myvision._checks import check_tensor
 from myvision.nn._leaf import Leaf
 from myvision.nn._masks import is_causal_mask
-from myvision.nn._transformer import TransformerLayer, add, add_norm
+from myvision.nn._transformer import TransformerLayer, add_norm
 
 
 class TransformerEncoderLayer(TransformerLayer, nn.TransformerEncoderLayer):
@@ -19,8 +19,9 @@ class TransformerEncoderLayer(TransformerLayer, nn.TransformerEncoderLayer):
 
     A ``torch.nn.TransformerEncoderLayer`` in constructor, parameters, ``state_dict`` and arguments, with the same
     results in training, in evaluation and without gradients. Dropout, addition and norm are one pass over memory
-    (:func:`myvision.ops.add_layer_norm`). Hooks, replaced submodules, a ``forward`` set on
-    one of them, and ``_sa_block`` and ``_ff_block`` of a subclass are honoured.
+    (:func:`myvision.ops.add_layer_norm`), and so are a linear layer and the activation and the dropout behind it
+    (:func:`myvision.ops.linear`). Hooks, replaced submodules, linear layers of other classes, a ``forward`` set on one
+    of them, and ``_sa_block`` and ``_ff_block`` of a subclass are honoured.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias: as in
@@ -78,7 +79,7 @@ class TransformerEncoderLayer(TransformerLayer, nn.TransformerEncoderLayer):
         masks = src_mask, src_key_padding_mask, is_causal
         if self.norm_first:
             x, stream = add_norm(*self._attended(self.norm1(src), *masks), src, self.norm2)
-            return add(*self._fed_forward(x, self.dropout2), stream)
+            return self._fed_forward_and_added(x, self.dropout2, stream)
         x, _ = add_norm(*self._attended(src, *masks), src, self.norm1)
         x, _ = add_norm(*self._fed_forward(x, self.dropout2), x, self.norm2)
         return x
