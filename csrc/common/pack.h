@@ -61,8 +61,7 @@ inline void pack_left(const PackSource<S>& from, int64_t rows, int64_t depth, T*
       pack_strip<T>(strip, from.row, count, depth, to);
     } else {
       for (int64_t k = 0; k < depth; ++k)
-        for (int64_t r = 0; r < count; ++r)
-          to[k * P::kRows + r] = static_cast<T>(strip[r * from.row + k * from.step]);
+        for (int64_t r = 0; r < count; ++r) to[k * P::kRows + r] = static_cast<T>(strip[r * from.row + k * from.step]);
     }
   }
 }

@@ -24,9 +24,8 @@ class FunctionRef {
  public:
   template <typename Function>
   FunctionRef(const Function& function)
-      : function_(&function), call_([](const void* function, Args... args) {
-          (*static_cast<const Function*>(function))(args...);
-        }) {}
+      : function_(&function),
+        call_([](const void* function, Args... args) { (*static_cast<const Function*>(function))(args...); }) {}
   void operator()(Args... args) const { call_(function_, args...); }
 
  private:
@@ -45,8 +44,8 @@ class Product {
   static constexpr int64_t kStrip = kRows * kDepth + at::vec::Vectorized<T>::size();
 
   // pack_left(row, rows, k, depth, column, to): row + i of the left operand at depth k + j goes to
-  // to[i / kRows * kStrip + j * kRows + i % kRows]. Rows are a multiple of kRows but for the last ones; depth <= kDepth.
-  // `column` is the first one of the result that the block is for: each row is asked for once with column 0.
+  // to[i / kRows * kStrip + j * kRows + i % kRows]. Rows are a multiple of kRows but for the last ones; depth <=
+  // kDepth. `column` is the first one of the result that the block is for: each row is asked for once with column 0.
   using PackLeft = FunctionRef<int64_t, int64_t, int64_t, int64_t, int64_t, T*>;
   // pack_right(k, depth, column, columns, to): the right operand's (k + j, column + i) goes to to[j * kCols + i], zero
   // where columns <= i < kCols.
@@ -58,7 +57,8 @@ class Product {
       : size_(size), left_(left), right_(right), finish_(finish) {}
 
   void run() const {
-    if (size_.rows <= kFewBlocks * kBlockRows && left_size(size_.rows, size_.depth) <= kSharedBytes / int64_t(sizeof(T)))
+    if (size_.rows <= kFewBlocks * kBlockRows &&
+        left_size(size_.rows, size_.depth) <= kSharedBytes / int64_t(sizeof(T)))
       run_few_rows();
     else
       run_many_rows();
@@ -133,7 +133,8 @@ class Product {
     for (int64_t row = 0; row < size_.rows; row += row_step)
       for (int64_t panel = 0; panel < panels; panel += column_step)
         for (int64_t block = 0; block < depth_blocks; block += depth_step) {
-          const Part part{row,   std::min(row_step, size_.rows - row),       panel, std::min(column_step, panels - panel),
+          const Part part{row,   std::min(row_step, size_.rows - row),
+                          panel, std::min(column_step, panels - panel),
                           block, std::min(depth_step, depth_blocks - block)};
           pack_panels(part.panel, part.panels, block, part.depth_blocks, packed.as<T>());
           multiply_rows(part, packed.as<T>(), sums.as<T>());
@@ -178,7 +179,8 @@ class Product {
     row_blocks = ceil_div(part.rows, block_rows), groups = ceil_div(part.panels, group);
     parallel_tasks(workers_for(row_blocks * groups), row_blocks * groups, [&](int64_t task, int64_t) {
       const int64_t row = part.row + task % row_blocks * block_rows, first = task / row_blocks * group;
-      const int64_t rows = std::min(block_rows, part.row + part.rows - row), panels = std::min(group, part.panels - first);
+      const int64_t rows = std::min(block_rows, part.row + part.rows - row),
+                    panels = std::min(group, part.panels - first);
       const int64_t c_size = block_rows * kCols, left_size = ceil_div(block_rows, kRows) * kStrip;
       const Workspace buffers((left_size + (sums ? 0 : panels * c_size)) * sizeof(T));
       T* const left = buffers.as<T>();

@@ -11,7 +11,7 @@
 namespace myvision::CPU_CAPABILITY::layer_norm {
 
 inline constexpr int kStreams = 4;  // vectors that are worked on side by side; those behind activations one by one
-inline constexpr int64_t kSumChunk = 4096;      // elements that are added up in T before they are in double
+inline constexpr int64_t kSumChunk = 4096;  // elements that are added up in T before they are in double
 
 template <typename T>
 inline void store_statistics(const LayerNormParams& p, int64_t row, const Statistics<T>& statistics) {

@@ -238,9 +238,8 @@ void epilogue_backward(const LinearParams& p, const Matrix& output, void* const&
       for_each_span(p, [&](int64_t begin, int64_t end) {
         EpilogueBackward<decltype(kind)::value, S> undo(p, output);
         for (int64_t row = begin; row < end; ++row)
-          spans_of_row(p, row, [&](const Span& span) {
-            undo(span, static_cast<S*>(gradient) + row * p.outputs + span.column);
-          });
+          spans_of_row(
+              p, row, [&](const Span& span) { undo(span, static_cast<S*>(gradient) + row * p.outputs + span.column); });
       });
     });
   });

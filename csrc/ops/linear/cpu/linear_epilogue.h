@@ -26,8 +26,8 @@ inline const S* read(const Matrix& matrix, const Span& span, S* buffer) {
   return buffer;
 }
 
-// Whether a matrix of so many bytes, whose rows follow one another, is written past the caches a panel of a product at a
-// time: one that does not stay in them, in whole lines.
+// Whether a matrix of so many bytes, whose rows follow one another, is written past the caches a panel of a product at
+// a time: one that does not stay in them, in whole lines.
 template <typename S>
 inline bool is_streamed(const void* data, int64_t rows, int64_t columns) {
   constexpr int64_t kLine = 64, kLeastBytes = int64_t(16) << 20;
@@ -84,7 +84,8 @@ class Epilogue {
   template <typename P>
   void finish_pair(const Sources& from, const P* product, S* preactivation, S* output) const {
     constexpr int64_t kSize = Vec<T>::size();
-    const Vec<T> z0 = from.argument(load<T>(product), 0, kSize), z1 = from.argument(load<T>(product + kSize), kSize, kSize);
+    const Vec<T> z0 = from.argument(load<T>(product), 0, kSize),
+                 z1 = from.argument(load<T>(product + kSize), kSize, kSize);
     if (preactivation) store_pair(z0, z1, preactivation);
     const Vec<T> y0 = from.result(z0, 0, kSize), y1 = from.result(z1, kSize, kSize);
     if (streams_)

@@ -76,7 +76,8 @@ void multiply_few_rows(const ProductSize& size, const T* input, int64_t input_ro
         } else {  // one after the other, each as all four
           T four[kFewRows * kWeightRows];
           for (int64_t one = 0; one < count; ++one) {
-            dot_rows<kInputRows>(input, input_row, size.rows, rows + one * weight_row, 0, size.depth, four, kWeightRows);
+            dot_rows<kInputRows>(input, input_row, size.rows, rows + one * weight_row, 0, size.depth, four,
+                                 kWeightRows);
             for (int64_t i = 0; i < size.rows; ++i) sums[i * kCols + one] = four[i * kWeightRows];
           }
         }
