@@ -22,8 +22,8 @@ onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-# Each export translates all that onnxscript knows of torch's operators, and reads what they take and give, anew: most of
-# the time that a small one takes.
+# Each export translates all that onnxscript knows of torch's operators, and reads what each of them takes and gives,
+# anew: most of the time that a small one takes.
 onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
 _schemas.op_signature_from_function = functools.cache(_schemas.op_signature_from_function)
 
