@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +24,11 @@ from emulation import EMULATORS, in_place_of_cpu, is_supported
 from helpers import FLOATING_DTYPES, LAYOUTS, available_instruction_sets
 from hypothesis import HealthCheck, settings
 from selection import chosen
+from torch._export import utils as export_utils
+
+# Each export looks for all of torch's operators anew, once for every namespace. What a graph has was found by its call.
+if hasattr(export_utils, "_materialize_cpp_cia_ops"):
+    export_utils._materialize_cpp_cia_ops = functools.cache(export_utils._materialize_cpp_cia_ops)
 
 # The fixtures of a test are the same for all of its examples.
 HYPOTHESIS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
@@ -148,3 +155,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_share = set(runnable)
     config.hook.pytest_deselected(items=[item for item in items if item not in of_share])
     items[:] = [item for item in items if item in of_share]
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what stays anyway, the modules and the items, and has it come less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)

@@ -200,33 +200,20 @@ def test_defaults_are_refused():
         autograd.register_autograd(torch.ops.myvision_test.with_default.default, print, print)
 
 
-FALL_BACK = """
+def test_falls_back_to_public_calls_that_are_right_or_raise():
+    run_fresh_python(
+        """
 import torch
 import torch._functorch.utils
 del torch._functorch.utils.enable_single_level_autograd_function  # a private name that a later torch may not have
 from myvision._dispatch import autograd
 assert not autograd._LEAN
 import pytest, test_autograd, test_my_add
-"""
-
-
-def test_falls_back_to_public_calls():
-    run_fresh_python(
-        FALL_BACK
-        + """
 test_autograd.test_create_graph()
 test_autograd.test_saved_tensor_hooks_see_what_is_saved()
 x = torch.randn(3, dtype=torch.float64, requires_grad=True)
 torch.autograd.gradcheck(test_my_add.my_add, (x, torch.ones_like(x)))
 torch.autograd.gradgradcheck(test_my_add.my_add, (x, torch.ones_like(x)))
-"""
-    )
-
-
-def test_the_fall_back_is_right_or_raises():
-    run_fresh_python(
-        FALL_BACK
-        + """
 for compute in (*test_autograd.REVERSE.values(), *test_autograd.FORWARD.values()):
     try:
         result = compute(test_autograd.custom)

@@ -92,10 +92,16 @@ print(sorted(late & set(sys.modules)))
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["env", "--nonsense"]])
-def test_wrong_arguments_give_usage_and_status_2(arguments: list[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "myvision", *arguments], cwd=REPOSITORY, capture_output=True, text=True
-    )
+def test_wrong_arguments_give_usage_and_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python -m myvision")
+
+
+def test_the_package_is_a_program_and_returns_its_status() -> None:
+    command = [sys.executable, "-m", "myvision", "nonsense"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr.startswith("usage: python -m myvision")
 

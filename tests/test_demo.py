@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import REPOSITORY, run_python
 
+from myvision.__main__ import main
 from myvision._cli import demo
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
@@ -94,6 +95,12 @@ def test_digits_are_drawn_turned_and_shifted() -> None:
     torch.testing.assert_close(shifted, upright.roll((1, 3), (0, 1)), rtol=0, atol=1e-5)
 
 
+def run_in_this_process(command: list[str], check: bool) -> None:
+    """What an example starts, without importing torch for each."""
+    assert command[:3] == [sys.executable, "-m", "myvision"]
+    assert main(command[3:]) == 0 or not check
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path.stem == "from_torchvision":
@@ -101,4 +108,5 @@ def test_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if path.stem == "export_model":
         pytest.importorskip("onnxscript")
     monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path)])
+    monkeypatch.setattr("subprocess.run", run_in_this_process)
     runpy.run_path(str(path), run_name="__main__")

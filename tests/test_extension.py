@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_fresh_python, run_python
+from helpers import run_python
 
 import myvision
 from myvision import _extension
@@ -34,7 +34,7 @@ def fail_to_load(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
 def test_importing_again_is_harmless() -> None:
     _extension.load()
     code = "import sys, myvision; [sys.modules.pop(m) for m in list(sys.modules) if m.startswith('myvision._ext')];"
-    assert run_fresh_python(code + "from myvision import _extension; _extension.load(); print('loaded')") == "loaded\n"
+    assert run_python(code + "from myvision import _extension; _extension.load(); print('loaded')") == "loaded\n"
 
 
 def test_a_source_tree_without_a_build_says_so(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "does not load, rebuild or reinstall" in run_fresh_python(code)
+    assert "does not load, rebuild or reinstall" in run_python(code)
 
 
 def test_a_gpu_library_that_fails_leaves_the_cpu_operators(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

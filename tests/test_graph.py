@@ -58,26 +58,26 @@ class Conditional(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: my_add(x, x), lambda x: x.tanh(), (x,))
 
 
-@pytest.fixture
-def nested_pt(tmp_path: Path) -> Path:
-    file = tmp_path / "nested.pt"
+@pytest.fixture(scope="module")
+def nested_pt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("nested") / "nested.pt"
     torch.jit.trace(Nested(), torch.randn(3)).save(file)
     return file
 
 
-@pytest.fixture
-def nested_pt2(tmp_path: Path) -> Path:
-    file = tmp_path / "nested.pt2"
+@pytest.fixture(scope="module")
+def nested_pt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("nested") / "nested.pt2"
     torch.export.save(torch.export.export(Nested(), (torch.randn(3),)), file)
     return file
 
 
-@pytest.fixture
-def nested_onnx(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def nested_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("onnxscript")
     import myvision.onnx
 
-    file = tmp_path / "nested.onnx"
+    file = tmp_path_factory.mktemp("nested") / "nested.onnx"
     myvision.onnx.export(Nested(), (torch.randn(3),), file, verbose=False)
     return file
 

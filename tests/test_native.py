@@ -44,7 +44,7 @@ def name_of(value: object) -> str:
 
 
 def build(instruction_set: str) -> ModuleType:
-    """native.cpp for one instruction set, loaded; compiled as the kernels are, but in two thirds of the time."""
+    """native.cpp for one instruction set, loaded; compiled as the kernels are, but in half of the time."""
     directory = REPOSITORY / "build" / "native" / instruction_set
     directory.mkdir(parents=True, exist_ok=True)
     setup_script.find_ninja()
@@ -57,7 +57,7 @@ def build(instruction_set: str) -> ModuleType:
         return cpp_extension.load(
             f"native_{instruction_set}",
             [str(REPOSITORY / "tests/native/native.cpp"), str(REPOSITORY / "csrc/common/cpu_capability.cpp")],
-            extra_cflags=[*flags, *built, "-O1"],
+            extra_cflags=[*flags, *built, "-Og"],
             extra_include_paths=[str(REPOSITORY / "csrc"), pybind11.get_include()],
             build_directory=str(directory),
         )

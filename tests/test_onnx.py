@@ -12,6 +12,7 @@ from exported_model import DYNAMIC_SHAPES, DeformableNet, images, runs_deform_co
 from helpers import random_tensor, run_python
 from torch import Tensor, nn
 from torch.onnx._internal._lazy_import import onnxscript_apis
+from torch.onnx._internal.exporter import _schemas
 
 import myvision.onnx
 from myvision._cli.graph import read_graph
@@ -21,8 +22,10 @@ onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-# Each export translates all that onnxscript knows of torch's operators anew: half of the time that a small one takes.
+# Each export translates all that onnxscript knows of torch's operators, and reads what each of them takes and gives,
+# anew: most of the time that a small one takes.
 onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
+_schemas.op_signature_from_function = functools.cache(_schemas.op_signature_from_function)
 
 OPSETS = [19, 20, 21, 22, 23]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,16 @@ CASES: list[tuple[str, str | None, torch.dtype, dict[str, Any]]] = [
 ]
 
 
+def in_processes(function: Callable[..., None], *arguments: object) -> None:
+    """Of the server that helpers has, which has imported torch already."""
+    mp.start_processes(function, args=arguments, nprocs=WORLD, start_method="forkserver")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     """What both processes got in every case."""
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(str(directory), CASES), nprocs=WORLD)
+    in_processes(worker, str(directory), CASES)
     return [torch.load(directory / f"{rank}.pt") for rank in range(WORLD)]
 
 
@@ -177,7 +183,7 @@ def _alone(rank: int, directory: str) -> None:
 
 
 def test_groups_empty_batches_layouts_and_second_derivatives(tmp_path: Path) -> None:
-    mp.spawn(_alone, args=(str(tmp_path),), nprocs=WORLD)
+    in_processes(_alone, str(tmp_path))
 
 
 def test_without_processes_it_is_a_batch_norm() -> None:
