@@ -41,9 +41,11 @@ struct GemmRight {
   int64_t step;
 };
 
-// c[ROWS][kCols] (+)= a * b, with rows of c ldc apart.
-template <typename T, int ROWS>
-inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_t ldc, bool accumulate) {
+// c[ROWS][kCols] (+)= a * b, with rows of c ldc apart. Where FETCH, every step brings a line of `ahead` near, of which
+// these are as far apart as rows of b.
+template <typename T, int ROWS, bool FETCH = false>
+inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_t ldc, bool accumulate,
+                      const T* ahead = nullptr) {
   using Vec = typename GemmTile<T>::Vec;
   Vec sum[ROWS][2];
 #pragma GCC unroll 12
@@ -58,6 +60,10 @@ inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_
     }
     a.data += a.step;
     b.data += b.step;
+    if constexpr (FETCH) {
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += b.step;
+    }
   }
 #pragma GCC unroll 12
   for (int i = 0; i < ROWS; ++i) {
@@ -106,7 +112,7 @@ inline void gemm_tile(GemmLeft<T> a, GemmRight<T> b, int64_t depth, T* c, int64_
 #define MYVISION_TILE_ZERO(r) "vxorps %%xmm" r ", %%xmm" r ", %%xmm" r "\n"
 template <>
 [[gnu::always_inline]] inline void gemm_tile<float, 6>(GemmLeft<float> a, GemmRight<float> b, int64_t depth, float* c,
-                                                       int64_t ldc, bool accumulate) {
+                                                       int64_t ldc, bool accumulate, const float*) {
   const float *top = a.data, *bottom = top + 3 * a.row;
   int64_t row = a.row * sizeof(float);
   asm volatile(
@@ -148,7 +154,7 @@ template <>
 namespace detail {
 
 template <typename T>
-using TileFunction = void (*)(GemmLeft<T>, GemmRight<T>, int64_t, T*, int64_t, bool);
+using TileFunction = void (*)(GemmLeft<T>, GemmRight<T>, int64_t, T*, int64_t, bool, const T*);
 
 // gemm_tile of 1 ... sizeof...(I) rows
 template <typename T, int... I>
@@ -175,7 +181,8 @@ inline void gemm_panel(GemmLeft<T> a, GemmRight<T> b, int64_t rows, int64_t dept
     if (strip == kRows)
       gemm_tile<T, kRows>(a, b, depth, c, ldc, accumulate);
     else
-      detail::tile_of_rows<T>(strip, std::make_integer_sequence<int, kRows - 1>())(a, b, depth, c, ldc, accumulate);
+      detail::tile_of_rows<T>(strip, std::make_integer_sequence<int, kRows - 1>())(a, b, depth, c, ldc, accumulate,
+                                                                                   nullptr);
     a.data += strip * a.row;
     c += strip * ldc;
     done += strip;

@@ -66,17 +66,32 @@ class Product {
 
  private:
   static constexpr int64_t kFewBlocks = 4;
-  static constexpr int64_t kSharedBytes = int64_t(6) << 20;  // a thread, of what all threads read
-  static constexpr int64_t kMostSharedBytes = int64_t(24) << 20;
+  // Memory beside the matrices, of which a thread takes 8 MB at most: what all threads read, a thread; that in all; and
+  // what a thread keeps of the left operand.
+  static constexpr int64_t kSharedBytes = int64_t(11) << 19, kMostSharedBytes = int64_t(24) << 20;
+  static constexpr int64_t kKeptBytes = int64_t(7) << 18;
 
   static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static int64_t blocks_of(int64_t depth) { return std::max<int64_t>(ceil_div(depth, kDepth), 1); }
   static int64_t left_size(int64_t rows, int64_t depth) { return ceil_div(rows, kRows) * kStrip * blocks_of(depth); }
 
-  // c[rows][kCols] (+)= strips of the left operand * a panel of the right one.
-  static void multiply(const T* left, const T* panel, int64_t rows, int64_t depth, T* c, bool accumulate) {
-    for (int64_t i = 0; i < rows; i += kRows, left += kStrip, c += kRows * kCols)
-      gemm_panel<T>({left, 1, kRows}, {panel, kCols}, std::min(kRows, rows - i), depth, c, kCols, accumulate);
+  // c[rows][kCols] (+)= strips of the left operand * a panel of the right one. The first strips fetch the panel that
+  // comes next into L2, a line of each of its rows with a strip; null where there is none.
+  static void multiply(const T* left, const T* panel, int64_t rows, int64_t depth, T* c, bool accumulate,
+                       const T* next) {
+#if defined(CPU_CAPABILITY_AVX2)  // whose tile of floats has no place for that
+    constexpr int64_t kFetching = 0;
+#else
+    constexpr int64_t kFetching = kCols * sizeof(T) / 64;
+#endif
+    for (int64_t i = 0; i < rows; i += kRows, left += kStrip, c += kRows * kCols) {
+      const GemmLeft<T> a{left, 1, kRows};
+      const GemmRight<T> b{panel, kCols};
+      if (kFetching > 0 && next && i < kFetching * kRows && i + kRows <= rows)
+        gemm_tile<T, kRows, (kFetching > 0)>(a, b, depth, c, kCols, accumulate, next + i / kRows * kCols / kFetching);
+      else
+        gemm_panel<T>(a, b, std::min(kRows, rows - i), depth, c, kCols, accumulate);
+    }
   }
 
   // The left operand is packed for all threads; each packs the panels of the right one that it takes, into L1.
@@ -103,7 +118,7 @@ class Product {
       for (int64_t block = 0; block < depth_blocks; ++block) {
         const int64_t k = block * kDepth, deep = std::min(kDepth, size_.depth - k);
         right_(k, deep, column, wide, panel);
-        multiply(left + (block * strips + row / kRows) * kStrip, panel, count, deep, c, block > 0);
+        multiply(left + (block * strips + row / kRows) * kStrip, panel, count, deep, c, block > 0, nullptr);
       }
       finish_(row, count, column, wide, c);
     });
@@ -115,7 +130,7 @@ class Product {
     const int64_t shared = std::min(kSharedBytes * num_threads(), kMostSharedBytes) / int64_t(sizeof(T));
     const int64_t most_panels = shared / (kDepth * kCols);  // of kDepth, that are shared
     const int64_t panels = ceil_div(size_.columns, kCols), depth_blocks = blocks_of(size_.depth);
-    if (depth_blocks <= most_panels) {
+    if (depth_blocks * std::min(panels, kGroup) <= most_panels) {
       const int64_t step = even_step(panels, most_panels / depth_blocks);
       const Workspace packed(step * depth_blocks * kDepth * kCols * sizeof(T));
       for (int64_t panel = 0; panel < panels; panel += step) {
@@ -126,7 +141,8 @@ class Product {
       return;
     }
     // The depth is cut as well: sums wait in memory until the next part of it. Half of what is shared is theirs.
-    const int64_t column_step = std::min(panels, 2 * kGroup), depth_step = most_panels / 2 / column_step;
+    const int64_t column_step = std::min(panels, kGroup);
+    const int64_t depth_step = std::max<int64_t>(most_panels / 2 / column_step, 1);
     const int64_t row_step = std::max<int64_t>(shared / 2 / (column_step * kCols) / kBlockRows, 1) * kBlockRows;
     const Workspace packed(column_step * depth_step * kDepth * kCols * sizeof(T));
     const Workspace sums(column_step * kCols * (std::min(row_step, size_.rows) + kBlockRows) * sizeof(T));
@@ -167,41 +183,63 @@ class Product {
     });
   }
 
-  // The rows are cut into blocks, the panels into groups; `sums` is null where the whole depth is here.
-  void multiply_rows(const Part& part, const T* packed, T* sums) const {
-    const int64_t threads = num_threads();
+  // Rows are cut into blocks, panels into groups. A task is a block of rows and all groups, or one of them.
+  struct Cut {
+    int64_t block_rows, group, row_blocks, groups, groups_a_task;
+  };
+
+  static Cut cut(const Part& part) {
+    const int64_t wanted = num_threads() == 1 ? 1 : 4 * num_threads();  // tasks, so that none waits long for the last
     int64_t row_blocks = ceil_div(part.rows, kBlockRows), groups = ceil_div(part.panels, kGroup);
-    // About four tasks a thread, so that none waits long for the last.
-    while (row_blocks * groups < 4 * threads && groups < part.panels) ++groups;
-    while (row_blocks * groups < 4 * threads && row_blocks < ceil_div(part.rows, kRows)) ++row_blocks;
+    const bool enough_rows = row_blocks >= wanted;
+    while (row_blocks * groups < wanted && groups < part.panels) ++groups;
+    while (row_blocks * groups < wanted && row_blocks < ceil_div(part.rows, kRows)) ++row_blocks;
     const int64_t block_rows = ceil_div(ceil_div(part.rows, row_blocks), kRows) * kRows;
     const int64_t group = ceil_div(part.panels, groups);
-    row_blocks = ceil_div(part.rows, block_rows), groups = ceil_div(part.panels, group);
-    parallel_tasks(workers_for(row_blocks * groups), row_blocks * groups, [&](int64_t task, int64_t) {
-      const int64_t row = part.row + task % row_blocks * block_rows, first = task / row_blocks * group;
-      const int64_t rows = std::min(block_rows, part.row + part.rows - row),
-                    panels = std::min(group, part.panels - first);
-      const int64_t c_size = block_rows * kCols, left_size = ceil_div(block_rows, kRows) * kStrip;
-      const Workspace buffers((left_size + (sums ? 0 : panels * c_size)) * sizeof(T));
+    groups = ceil_div(part.panels, group);
+    return {block_rows, group, ceil_div(part.rows, block_rows), groups, enough_rows ? groups : 1};
+  }
+
+  // `sums` is null where the whole depth is here.
+  void multiply_rows(const Part& part, const T* packed, T* sums) const {
+    const Cut cut = Product::cut(part);
+    const int64_t left_size = ceil_div(cut.block_rows, kRows) * kStrip, c_size = cut.block_rows * kCols;
+    // A block of rows that meets several groups is packed once, if it fits.
+    const bool keeps = cut.groups_a_task > 1 && left_size * part.depth_blocks * int64_t(sizeof(T)) <= kKeptBytes;
+    const int64_t lefts = keeps ? part.depth_blocks : 1, tasks = cut.row_blocks * cut.groups / cut.groups_a_task;
+    parallel_tasks(workers_for(tasks), tasks, [&](int64_t task, int64_t) {
+      const int64_t row = part.row + task % cut.row_blocks * cut.block_rows;
+      const int64_t rows = std::min(cut.block_rows, part.row + part.rows - row);
+      const Workspace buffers((lefts * left_size + (sums ? 0 : cut.group * c_size)) * sizeof(T));
       T* const left = buffers.as<T>();
-      T* const c = sums ? sums + (row - part.row) * part.panels * kCols + first * c_size : left + left_size;
-      for (int64_t block = 0; block < part.depth_blocks; ++block) {
-        const int64_t k = (part.depth_block + block) * kDepth, depth = std::min(kDepth, size_.depth - k);
-        left_(row, rows, k, depth, (part.panel + first) * kCols, left);
-        for (int64_t i = 0; i < panels; ++i) {
-          multiply(left, packed + ((first + i) * part.depth_blocks + block) * kDepth * kCols, rows, depth,
-                   c + i * c_size, k > 0);
+      const int64_t first_group = task / cut.row_blocks * cut.groups_a_task;
+      for (int64_t i = 0; i < cut.groups_a_task; ++i) {
+        const int64_t first = (first_group + i) * cut.group, panels = std::min(cut.group, part.panels - first);
+        T* const c = sums ? sums + (row - part.row) * part.panels * kCols + first * c_size : left + lefts * left_size;
+        for (int64_t block = 0; block < part.depth_blocks; ++block) {
+          const int64_t k = (part.depth_block + block) * kDepth, depth = std::min(kDepth, size_.depth - k);
+          T* const strips = left + (keeps ? block * left_size : 0);
+          if (i == 0 || !keeps) left_(row, rows, k, depth, (part.panel + first) * kCols, strips);
+          const int64_t step = part.depth_blocks * kDepth * kCols;  // from panel to panel
+          const T* const panel = packed + first * step + block * kDepth * kCols;
+          for (int64_t j = 0; j < panels; ++j)
+            multiply(strips, panel + j * step, rows, depth, c + j * c_size, k > 0,
+                     j + 1 < panels ? panel + (j + 1) * step : nullptr);
         }
-        if (k + kDepth < size_.depth) continue;
-        // Row by row, so that memory is written a page after the other.
-        for (int64_t i = 0; i < rows; i += kRows)
-          for (int64_t j = 0; j < panels; ++j) {
-            const int64_t column = (part.panel + first + j) * kCols;
-            finish_(row + i, std::min(kRows, rows - i), column, std::min(kCols, size_.columns - column),
-                    c + j * c_size + i * kCols);
-          }
+        if ((part.depth_block + part.depth_blocks) * kDepth >= size_.depth)
+          finish_panels(row, rows, part.panel + first, panels, c, c_size);
       }
     });
+  }
+
+  // Row by row, so that memory is written a page after the other.
+  void finish_panels(int64_t row, int64_t rows, int64_t panel, int64_t panels, const T* c, int64_t c_size) const {
+    for (int64_t i = 0; i < rows; i += kRows)
+      for (int64_t j = 0; j < panels; ++j) {
+        const int64_t column = (panel + j) * kCols;
+        finish_(row + i, std::min(kRows, rows - i), column, std::min(kCols, size_.columns - column),
+                c + j * c_size + i * kCols);
+      }
   }
 
   ProductSize size_;

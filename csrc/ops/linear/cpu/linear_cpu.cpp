@@ -56,6 +56,18 @@ void forward_any(const LinearParams& p, const typename Product<T>::Finish& finis
 }
 
 // ------------------------------------------------------------------------------------------------ backward
+template <typename T>
+using Undo = FunctionRef<Span, T*>;
+
+template <typename S>
+void with_undo(const LinearParams& p, const Matrix& output, const FunctionRef<Undo<Compute<S>>>& f) {
+  using T = Compute<S>;
+  with_activation(p.activation.kind, [&](auto kind) {
+    EpilogueBackward<decltype(kind)::value, S> backward(p, output);
+    f([&](const Span& span, T* to) { backward(span, to); });
+  });
+}
+
 // What is multiplied is the gradient of the preactivation, computed while it is packed where it is not that of the
 // output.
 template <typename S, typename T = Compute<S>>
@@ -77,13 +89,7 @@ class Backward {
   bool is_plain() const { return p_.activation.kind == ActivationKind::None && p_.dropout_p == 0; }
 
   // Calls f(undo), where undo(span, to) computes a span of the gradient of the preactivation.
-  template <typename F>
-  void with_undo(const F& f) const {
-    with_activation(p_.activation.kind, [&](auto kind) {
-      EpilogueBackward<decltype(kind)::value, S> undo(p_, g_.output);
-      f(undo);
-    });
-  }
+  void with_undo(const FunctionRef<Undo<T>>& f) const { linear::with_undo<S>(p_, g_.output, f); }
 
   void grad_input() const {
     const PackSource<S> output = source_of<S>(g_.output), weight = transposed(source_of<S>(p_.weight));
@@ -91,7 +97,7 @@ class Backward {
         {p_.rows, p_.features, p_.outputs},
         [&](int64_t row, int64_t rows, int64_t k, int64_t depth, int64_t, T* to) {
           if (is_plain()) return pack_left(from(output, row, k), rows, depth, to);
-          with_undo([&](auto& undo) { pack_undone(undo, row, rows, k, depth, to); });
+          with_undo([&](const Undo<T>& undo) { pack_undone(undo, row, rows, k, depth, to); });
         },
         [&](int64_t k, int64_t depth, int64_t column, int64_t columns, T* to) {
           pack_right(from(weight, column, k), depth, columns, to);
@@ -103,8 +109,7 @@ class Backward {
   }
 
   // A strip of rows is computed side by side, then transposed.
-  template <typename Undo>
-  static void pack_undone(Undo& undo, int64_t row, int64_t rows, int64_t k, int64_t depth, T* to) {
+  static void pack_undone(const Undo<T>& undo, int64_t row, int64_t rows, int64_t k, int64_t depth, T* to) {
     alignas(64) T buffer[kRows * Product<T>::kDepth];
     for (int64_t i = 0; i < rows; i += kRows, to += kStrip) {
       const int64_t count = std::min(kRows, rows - i);
@@ -124,7 +129,7 @@ class Backward {
           if (is_plain())
             pack_left(from(output, row, k), rows, depth, to);
           else
-            with_undo([&](auto& undo) { pack_undone_columns(undo, row, rows, k, depth, to); });
+            with_undo([&](const Undo<T>& undo) { pack_undone_columns(undo, row, rows, k, depth, to); });
           if (g_.bias && column == 0) add_up(to, rows, depth, sums.as<T>() + row);
         },
         [&](int64_t k, int64_t depth, int64_t column, int64_t columns, T* to) {
@@ -137,8 +142,7 @@ class Backward {
     if (g_.bias) copy_line<T>(sums.as<T>(), p_.outputs, static_cast<S*>(g_.bias));
   }
 
-  template <typename Undo>
-  static void pack_undone_columns(Undo& undo, int64_t row, int64_t rows, int64_t k, int64_t depth, T* to) {
+  static void pack_undone_columns(const Undo<T>& undo, int64_t row, int64_t rows, int64_t k, int64_t depth, T* to) {
     alignas(64) T line[Product<T>::kBlockRows];
     for (int64_t j = 0; j < depth; ++j, to += kRows) {
       undo(Span{k + j, row, rows}, line);
@@ -164,7 +168,7 @@ class Backward {
       for (int64_t column = first * kColumns; column < std::min(last * kColumns, p_.outputs); column += kColumns) {
         const int64_t count = std::min(kColumns, p_.outputs - column);
         std::fill_n(total, kColumns, T(0));
-        with_undo([&](auto& undo) {
+        with_undo([&](const Undo<T>& undo) {
           for (int64_t k = 0; k < p_.rows; k += kDepth) {  // in the order of grad_weight
             std::fill_n(sums, kColumns, T(0));
             for (int64_t j = k; j < std::min(k + kDepth, p_.rows); ++j) {
@@ -187,17 +191,25 @@ class Backward {
   const LinearGradients& g_;
 };
 
-// Calls f(begin, end) over rows, each of them in spans, for memory-bound work.
+// ------------------------------------------------------------------------------------------------ beside other
+// products Calls f(span) for all spans of the output's rows [begin, end).
 template <typename F>
-void for_each_span(const LinearParams& p, const F& f) {
-  const int64_t grain = std::max<int64_t>(32768 / std::max<int64_t>(p.outputs, 1), 1);
-  parallel_for(0, p.rows, grain, f);
+void for_each_span(const LinearParams& p, int64_t begin, int64_t end, const F& f) {
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t column = 0; column < p.outputs; column += kSpan)
+      f(Span{row, column, std::min(kSpan, p.outputs - column)});
 }
 
-template <typename F>
-void spans_of_row(const LinearParams& p, int64_t row, const F& f) {
-  for (int64_t column = 0; column < p.outputs; column += Dropout<float>::kChunk)
-    f(Span{row, column, std::min(Dropout<float>::kChunk, p.outputs - column)});
+int64_t grain_of(const LinearParams& p) { return std::max<int64_t>(32768 / std::max<int64_t>(p.outputs, 1), 1); }
+
+// Calls f(finish), where finish(span, product) writes a span of the output.
+template <typename S>
+void with_epilogue(const LinearParams& p, const FunctionRef<FunctionRef<Span, const Compute<S>*>>& f) {
+  using T = Compute<S>;
+  with_activation(p.activation.kind, [&](auto kind) {
+    Epilogue<decltype(kind)::value, S> epilogue(p);
+    f([&](const Span& span, const T* product) { epilogue(span, product); });
+  });
 }
 
 }  // namespace
@@ -205,12 +217,11 @@ void spans_of_row(const LinearParams& p, int64_t row, const F& f) {
 void forward(const LinearParams& p) {
   with_type(p.dtype, [&]<typename S>(const S*) {
     using T = Compute<S>;
-    with_activation(p.activation.kind, [&](auto kind) {
-      forward_any<S>(p, [&](int64_t row, int64_t rows, int64_t column, int64_t columns, const T* c) {
-        Epilogue<decltype(kind)::value, S> finish(p);
+    forward_any<S>(p, [&](int64_t row, int64_t rows, int64_t column, int64_t columns, const T* c) {
+      with_epilogue<S>(p, [&](const FunctionRef<Span, const T*>& finish) {
         for (int64_t i = 0; i < rows; ++i) finish(Span{row + i, column, columns}, c + i * Product<T>::kCols);
-        end_of_stream();
       });
+      end_of_stream();
     });
   });
 }
@@ -221,25 +232,30 @@ void backward(const LinearParams& p, const LinearGradients& gradients) {
 
 void epilogue(const LinearParams& p, const Matrix& product) {
   with_type(p.dtype, [&]<typename S>(const S*) {
-    with_activation(p.activation.kind, [&](auto kind) {
-      for_each_span(p, [&](int64_t begin, int64_t end) {
-        Epilogue<decltype(kind)::value, S> finish(p);
-        S buffer[Dropout<float>::kChunk];
-        for (int64_t row = begin; row < end; ++row)
-          spans_of_row(p, row, [&](const Span& span) { finish(span, read<S>(product, span, buffer)); });
+    using T = Compute<S>;
+    parallel_for(0, p.rows, grain_of(p), [&](int64_t begin, int64_t end) {
+      with_epilogue<S>(p, [&](const FunctionRef<Span, const T*>& finish) {
+        alignas(64) T line[kSpan];
+        for_each_span(p, begin, end, [&](const Span& span) {
+          copy_row<T>(row_of<S>(product, span), product.column, span.count, line, 1);
+          finish(span, line);
+        });
       });
+      end_of_stream();
     });
   });
 }
 
 void epilogue_backward(const LinearParams& p, const Matrix& output, void* const& gradient) {
   with_type(p.dtype, [&]<typename S>(const S*) {
-    with_activation(p.activation.kind, [&](auto kind) {
-      for_each_span(p, [&](int64_t begin, int64_t end) {
-        EpilogueBackward<decltype(kind)::value, S> undo(p, output);
-        for (int64_t row = begin; row < end; ++row)
-          spans_of_row(
-              p, row, [&](const Span& span) { undo(span, static_cast<S*>(gradient) + row * p.outputs + span.column); });
+    using T = Compute<S>;
+    parallel_for(0, p.rows, grain_of(p), [&](int64_t begin, int64_t end) {
+      with_undo<S>(p, output, [&](const Undo<T>& undo) {
+        alignas(64) T line[kSpan];
+        for_each_span(p, begin, end, [&](const Span& span) {
+          undo(span, line);
+          copy_line<T>(line, span.count, static_cast<S*>(gradient) + span.row * p.outputs + span.column);
+        });
       });
     });
   });

@@ -7,7 +7,9 @@
 
 namespace myvision::CPU_CAPABILITY::linear {
 
-// Numbers of a part of a row, at most Dropout<T>::kChunk.
+inline constexpr int64_t kSpan = Dropout<float>::kChunk;
+
+// Part of a row, of at most kSpan numbers.
 struct Span {
   int64_t row, column, count;
 };
@@ -45,9 +47,7 @@ class Epilogue {
   explicit Epilogue(const LinearParams& p)
       : p_(p), dropout_(p.dropout_p, p.seed), streams_(is_streamed<S>(p.output, p.rows, p.outputs)) {}
 
-  // Product has numbers of type P.
-  template <typename P>
-  void operator()(const Span& span, const P* product) {
+  [[gnu::flatten]] void operator()(const Span& span, const T* product) {
     const int64_t element = span.row * p_.outputs + span.column;
     const Sources from{p_.bias ? static_cast<const S*>(p_.bias) + span.column : nullptr,
                        p_.residual.data ? read<S>(p_.residual, span, buffer_) : nullptr,
@@ -81,8 +81,7 @@ class Epilogue {
     }
   };
 
-  template <typename P>
-  void finish_pair(const Sources& from, const P* product, S* preactivation, S* output) const {
+  void finish_pair(const Sources& from, const T* product, S* preactivation, S* output) const {
     constexpr int64_t kSize = Vec<T>::size();
     const Vec<T> z0 = from.argument(load<T>(product), 0, kSize),
                  z1 = from.argument(load<T>(product + kSize), kSize, kSize);
@@ -97,7 +96,7 @@ class Epilogue {
   const LinearParams& p_;
   Dropout<T> dropout_;
   bool streams_;
-  S buffer_[Dropout<T>::kChunk];
+  S buffer_[kSpan];
 };
 
 // The gradient of the preactivation, from that of the output.
@@ -107,8 +106,7 @@ class EpilogueBackward {
   EpilogueBackward(const LinearParams& p, const Matrix& output)
       : p_(p), output_(output), dropout_(p.dropout_p, p.seed) {}
 
-  template <typename To>
-  void operator()(const Span& span, To* to) {
+  void operator()(const Span& span, T* to) {
     const int64_t element = span.row * p_.outputs + span.column;
     const S* const gradient = read<S>(output_, span, buffer_);
     const T* const factors = dropout_.is_on() ? dropout_.factors(element, span.count) : nullptr;
@@ -117,9 +115,8 @@ class EpilogueBackward {
   }
 
  private:
-  template <typename To>
-  static void undo(const S* gradient, int64_t count, const S* preactivation, const T* factors, To* to,
-                   T negative_slope) {
+  [[gnu::flatten]] static void undo(const S* gradient, int64_t count, const S* preactivation, const T* factors, T* to,
+                                    T negative_slope) {
     for (int64_t i = 0; i < count; i += Vec<T>::size()) {
       const int64_t n = count - i;
       Vec<T> g = load<T>(gradient + i, n);
@@ -133,7 +130,7 @@ class EpilogueBackward {
   const LinearParams& p_;
   const Matrix& output_;
   Dropout<T> dropout_;
-  S buffer_[Dropout<T>::kChunk];
+  S buffer_[kSpan];
 };
 
 }  // namespace myvision::CPU_CAPABILITY::linear
