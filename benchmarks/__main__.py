@@ -20,7 +20,7 @@ import torch
 from myvision import has_cuda_ops
 
 from . import networks, report
-from .harness import Bar, Case, Limits, Result, Settings, measure_limits
+from .harness import Bar, Case, Limits, Result, Settings, cpu_name, measure_limits
 
 PREFIX = "bench_"
 
@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     limits = measure_limits(args.device, args.quick)
     print(
         f"{torch.get_num_threads()} threads, at most {limits.flops / 1e9:.0f} GFLOP/s ({limits.flops_from}), "
-        f"copies at {limits.bandwidth / 1e9:.1f} GB/s; medians; a case over its limit ran from the cache"
+        f"copies at {limits.bandwidth / 1e9:.1f} GB/s, reads at {limits.read_bandwidth / 1e9:.1f} GB/s; medians; "
+        "a case over its limit ran from the cache"
     )
     results = measure(cases, settings, limits)
     print(report.summary_table(results, bars))
@@ -137,7 +138,7 @@ def _environment(device: torch.device, limits: Limits) -> dict[str, Any]:
         "date": datetime.now().isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else torch.backends.cpu.get_cpu_capability(),
@@ -145,15 +146,6 @@ def _environment(device: torch.device, limits: Limits) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "limits": asdict(limits),
     }
-
-
-def _cpu_name() -> str:
-    """As Linux tells it; elsewhere what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _save(directory: Path, environment: dict[str, Any], results: Sequence[Result], bars: Sequence[Bar]) -> None:

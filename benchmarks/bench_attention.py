@@ -16,16 +16,17 @@ from myvision.ops import scaled_dot_product_attention
 
 from .harness import (
     EAGER,
+    FMA_PEAK,
     OURS,
     Bar,
     Case,
     Function,
-    Limits,
+    LimitCase,
     MemoryCase,
-    Result,
     Settings,
     TimeCase,
     can_measure_memory,
+    output_and_gradients,
 )
 
 FORWARD = "attention forward"
@@ -38,7 +39,6 @@ OPTIONS = "attention forward + backward, options"
 DECODING = "attention, decoding"
 MEMORY = "attention forward + backward, extra memory"
 FULL = "myvision full"
-FMA_PEAK = "FMA peak"
 
 HEADLINES = {FORWARD: (EAGER,), BACKWARD: (EAGER,)}
 
@@ -125,7 +125,7 @@ class Problem:
 
     def output_and_gradients(self) -> dict[str, Any]:
         """For memory: what a call returns is not extra."""
-        return self._run_backward(_output_and_gradients)
+        return self._run_backward(output_and_gradients)
 
     def _run_backward(self, run: Any) -> dict[str, Function]:
         tensors = [tensor.requires_grad_() for tensor in self.tensors()]
@@ -138,30 +138,6 @@ class Problem:
 
 def _gradient(function: Callable[[], Tensor], tensors: list[Tensor], grad_output: Tensor) -> Tensor:
     return torch.autograd.grad(function(), tensors, grad_output)[0]
-
-
-def _output_and_gradients(
-    function: Callable[[], Tensor], tensors: list[Tensor], grad_output: Tensor
-) -> tuple[Tensor, ...]:
-    output = function()
-    return (output, *torch.autograd.grad(output, tensors, grad_output))
-
-
-@dataclass(frozen=True)
-class PeakCase:
-    """Ours beside the time that the machine's peak of multiply-adds allows."""
-
-    case: TimeCase
-    group: str = PEAK
-
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    def measure(self, settings: Settings, limits: Limits) -> list[Result]:
-        (row,) = self.case.measure(settings, limits)
-        figures = {OURS: row.figures[OURS], FMA_PEAK: limits.seconds(self.case.flops, 0) * 1e3}
-        return [replace(row, group=self.group, figures=figures)]
 
 
 SHAPES = ((8, 12, 197, 64), (1, 8, 1024, 64), (1, 8, 4096, 64), (2, 16, 512, 128), (1, 32, 256, 80))
@@ -180,7 +156,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     yield from map(_forward, both)
     for problem in full:
         if problem.queries >= LONG:
-            yield PeakCase(_forward(problem))
+            yield LimitCase(_forward(problem, PEAK), FMA_PEAK)
     for problem in full:
         if problem.queries >= LONG:
             yield TimeCase(CAUSAL, str(problem), problem.causal_beside_full, problem.flops / 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import statistics
 import subprocess
 import tempfile
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ import torch
 OURS = "myvision"
 EAGER = "torch eager"
 COMPILED = "torch.compile"
+FMA_PEAK = "FMA peak"
+READ_BANDWIDTH = "read bandwidth"
 BATCH_SECONDS = 0.3
 LIMIT_TRIES = 30
 
@@ -56,7 +59,8 @@ class Limits:
     """The machine's own limits, measured in the same run."""
 
     flops: float
-    bandwidth: float
+    bandwidth: float  # of copies
+    read_bandwidth: float
     flops_from: str
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
@@ -143,6 +147,31 @@ class TimeCase:
 
 
 @dataclass(frozen=True)
+class LimitCase:
+    """A case with one of the machine's limits, `FMA_PEAK` or `READ_BANDWIDTH`, as one more peer."""
+
+    case: TimeCase
+    peer: str
+
+    @property
+    def group(self) -> str:
+        return self.case.group
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    def measure(self, settings: Settings, limits: Limits) -> list[Result]:
+        (row,) = self.case.measure(settings, limits)
+        seconds = {
+            FMA_PEAK: self.case.flops / limits.flops,
+            READ_BANDWIDTH: self.case.moved_bytes / limits.read_bandwidth,
+        }
+        limit = seconds[self.peer] * 1e3
+        return [replace(row, figures={**row.figures, self.peer: limit}, limit=limit)]
+
+
+@dataclass(frozen=True)
 class MemoryCase:
     """Memory that a call takes beyond its inputs and its results, each function in a process of its own.
 
@@ -170,6 +199,14 @@ def extra_megabytes(case: MemoryCase, name: str, device: torch.device, threads: 
     torch.set_num_threads(threads)
     case.warm_up()[name]()
     return extra_memory(case.prepare()[name], device) / 1e6
+
+
+def output_and_gradients(
+    function: Callable[[], torch.Tensor], tensors: Sequence[torch.Tensor], grad_output: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Forward and backward; for memory all of it, as what a call returns is not extra."""
+    output = function()
+    return (output, *torch.autograd.grad(output, tensors, grad_output))
 
 
 @dataclass
@@ -246,12 +283,13 @@ def seconds_of_other_processes() -> float:
 
 
 def measure_limits(device: torch.device, quick: bool = False) -> Limits:
-    """The peak of multiply-adds and the copy bandwidth, best of several tries."""
-    bandwidth = _copy_bandwidth(device, megabytes=16 if quick else 256)
+    """The peak of multiply-adds and the bandwidths of copies and of reads, best of several tries."""
+    megabytes = 16 if quick else 256
+    bandwidths = _copy_bandwidth(device, megabytes), _read_bandwidth(device, megabytes)
     peak = _fma_peak(torch.get_num_threads()) if device.type == "cpu" else None
     if peak is not None:
-        return Limits(peak, bandwidth, "FMA probe")
-    return Limits(_sgemm_peak(device, size=256 if quick else 2048), bandwidth, "sgemm")
+        return Limits(peak, *bandwidths, "FMA probe")
+    return Limits(_sgemm_peak(device, size=256 if quick else 2048), *bandwidths, "sgemm")
 
 
 def _copy_bandwidth(device: torch.device, megabytes: int) -> float:
@@ -259,6 +297,11 @@ def _copy_bandwidth(device: torch.device, megabytes: int) -> float:
     target = torch.empty_like(source)
     seconds = min(_seconds_a_call(lambda: target.copy_(source), 1, device) for _ in range(LIMIT_TRIES))
     return 2 * source.nbytes / seconds
+
+
+def _read_bandwidth(device: torch.device, megabytes: int) -> float:
+    source = torch.ones(megabytes << 18, device=device)
+    return source.nbytes / min(_seconds_a_call(source.sum, 1, device) for _ in range(LIMIT_TRIES))
 
 
 def _sgemm_peak(device: torch.device, size: int) -> float:
@@ -297,6 +340,15 @@ def _seconds_of_round(pool: ThreadPoolExecutor, probe: ctypes.CDLL, threads: int
     start = time.perf_counter()
     list(pool.map(lambda _: probe.run_fma_chains(iterations, 0.5, 1.0), range(threads)))
     return time.perf_counter() - start
+
+
+def cpu_name() -> str:
+    """As Linux tells it; elsewhere what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
 
 
 PAGE = 4096

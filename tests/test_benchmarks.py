@@ -68,7 +68,7 @@ def test_command_line_runs_them(tmp_path: Path) -> None:
 
 # Memory is measured in a new process for each of the peers.
 @pytest.mark.parametrize("memory", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("op", "groups"), [("deform_conv2d", 3), ("attention", 8)])
+@pytest.mark.parametrize(("op", "groups"), [("deform_conv2d", 3), ("attention", 8), ("linear", 15)])
 def test_every_case_runs(op: str, groups: int, memory: bool, tmp_path: Path) -> None:
     pattern = "" if memory else "^(?!.*memory)"
     assert main(["--quick", "--ops", op, "--filter", pattern, "--out", str(tmp_path)]) == 0
@@ -111,7 +111,15 @@ def test_bad_options_are_usage_errors(option: list[str], reason: str, capsys: py
 
 def test_each_operator_has_a_benchmark() -> None:
     # Those of the other norms are in the file of the one whose kernels they share.
-    assert set(operators()) >= {"attention", "batch_norm", "deform_conv2d", "layer_norm", "my_add", "transformer"}
+    assert set(operators()) >= {
+        "attention",
+        "batch_norm",
+        "deform_conv2d",
+        "layer_norm",
+        "linear",
+        "my_add",
+        "transformer",
+    }
 
 
 def test_functions_take_turns() -> None:
@@ -146,9 +154,18 @@ def test_a_machine_that_never_rests_is_said_to_be_noisy(monkeypatch: pytest.Monk
 
 
 def test_limit_is_the_larger_of_operations_and_bytes() -> None:
-    limits = harness.Limits(flops=100, bandwidth=10, flops_from="")
+    limits = harness.Limits(flops=100, bandwidth=10, read_bandwidth=20, flops_from="")
     assert limits.seconds(flops=100, moved_bytes=1) == 1
     assert limits.seconds(flops=1, moved_bytes=100) == 10
+
+
+@pytest.mark.parametrize(("peer", "milliseconds"), [(harness.FMA_PEAK, 40), (harness.READ_BANDWIDTH, 50)])
+def test_a_limit_case_has_one_of_the_limits_for_a_peer(peer: str, milliseconds: float) -> None:
+    limits = harness.Limits(flops=100, bandwidth=10, read_bandwidth=20, flops_from="")
+    case = harness.TimeCase("group", "case", lambda: {OURS: lambda: torch.empty(0)}, flops=4, moved_bytes=1)
+    (row,) = harness.LimitCase(case, peer).measure(Settings(CPU, seconds=0.001, quick=True), limits)
+    assert (row.limit, row.peers) == (milliseconds, [peer])
+    assert row.figures[peer] == milliseconds
 
 
 @pytest.mark.parametrize(("summary", "expected"), [(max, 4), (None, 2)])

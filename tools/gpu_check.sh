@@ -69,7 +69,7 @@ if step build 180 "$python" setup.py build_ext --inplace; then
   "$python" -m myvision env --json >"$out/environment.json"
   step gpu-tests 90 "$python" -m pytest --all -m gpu tests/test_gpu.py
   step operator-tests 150 "$python" -m pytest --all -m gpu -n 8 --ignore tests/test_gpu.py
-  step benchmarks 120 "$python" -m myvision bench --device cuda --seconds 0.4 --out "$out"
+  step benchmarks 120 "$python" -m myvision bench --device cuda --seconds 0.3 --out "$out"
   if step planted-bugs 30 nvcc -arch=native -o "$out/planted_bugs" tools/planted_bugs.cu; then
     sanitize memcheck
     sanitize racecheck
