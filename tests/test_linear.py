@@ -238,6 +238,44 @@ for case in (LARGE, LARGE.but(rows=(1,)), Case((40,), 1500, 20), Case((1500,), 2
     )
 
 
+# Rows, outputs and features: several blocks of rows and groups of columns; the depth in two parts where one thread has
+# memory for them; few columns for many threads.
+BLOCKED = [(1300, 1100, 40), (620, 70, 24000), (40, 1100, 700)]
+
+
+@pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])
+def test_blocked_products(capability: str) -> None:
+    """Sizes that need every kind of block, against float64, and bit for bit the same on any number of threads."""
+    run_python(
+        f"""
+import torch
+from helpers import num_threads, random_tensor
+from myvision.ops import linear
+
+def gradients(tensors, dtype):
+    input, weight, bias = (tensor.to(dtype).requires_grad_() for tensor in tensors)
+    output = linear(input, weight, bias, activation="gelu")
+    return output, *torch.autograd.grad(output.sum() + output.square().sum(), (input, weight, bias))
+
+for rows, outputs, features in {BLOCKED}:
+    shapes = ((rows, features), (outputs, features), (outputs,))
+    tensors = [random_tensor(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    tensors[1] /= features**0.5
+    wanted = gradients(tensors, torch.float64)
+    results = []
+    for count in (1, 2, 8):
+        with num_threads(count):
+            results.append(gradients(tensors, torch.float32))
+    for result, exact in zip(results[0], wanted, strict=True):
+        assert (result - exact).abs().max() < 1e-5 * exact.abs().max(), (rows, outputs, features)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), (rows, outputs, features)
+""",
+        instruction_set=capability,
+        MYVISION_PRODUCT="own",
+    )
+
+
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_runs_and_modes_are_bitwise_equal(activation: str | None, device: str) -> None:
     """What is kept for backward changes nothing."""

@@ -123,6 +123,9 @@ MUTATIONS = [
         "norm norm_kernels",
     ),
     # ---- linear
+    Mutation("csrc/common/product.h", "c + j * c_size, k > 0,", "c + j * c_size, block > 0,", "linear"),
+    Mutation("csrc/ops/linear/cpu/linear_cpu.cpp", "g_.bias && column == 0", "g_.bias", "linear"),
+    Mutation("csrc/common/pack.h", "to + i / kRows * Product<T>::kStrip + j", "to + i + j", "linear"),
     Mutation(
         "csrc/ops/linear/linear.cpp",
         "Result{new_output(call), product}",
@@ -138,7 +141,7 @@ MUTATIONS = [
     ),
     # ---- layer_norm, rms_norm and those with an addition
     Mutation("csrc/ops/layer_norm/layer_norm_cpu.cpp", "length - row % length, most}", "most}", "norm"),
-    Mutation("csrc/ops/layer_norm/layer_norm_rows.h", "skipped = first % 4;", "skipped = first % 2;", "add_layer_norm"),
+    Mutation("csrc/common/dropout_vec.h", "skipped = first % 4;", "skipped = first % 2;", "add_layer_norm linear"),
     Mutation(
         "csrc/ops/layer_norm/layer_norm_kernel.cuh",
         "* params.channels + channel + j / kSets;",

@@ -36,7 +36,7 @@ void gemm_tile_of_rows(Address a, int64_t a_row, int64_t a_step, Address b, int6
   constexpr std::make_integer_sequence<int, GemmTile<T>::kRows> all_rows;
   const GemmLeft<T> left{at<T>(a), a_row, a_step};
   const GemmRight<T> right{at<T>(b), b_step};
-  detail::tile_of_rows<T>(rows, all_rows)(left, right, depth, at<T>(c), ldc, accumulate);
+  detail::tile_of_rows<T>(rows, all_rows)(left, right, depth, at<T>(c), ldc, accumulate, nullptr);
 }
 
 template <typename T>
