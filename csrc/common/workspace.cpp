@@ -27,6 +27,13 @@ struct Block {
 };
 thread_local std::array<Block, 2> kept;
 
+// The smallest block that has so many bytes, else the largest.
+Block* best_kept(int64_t bytes) {
+  return std::ranges::max_element(kept, {}, [bytes](const Block& block) {
+    return block.bytes >= bytes ? std::pair(true, -block.bytes) : std::pair(false, block.bytes);
+  });
+}
+
 }  // namespace
 
 void* Carver::take_bytes(int64_t bytes) {
@@ -36,15 +43,14 @@ void* Carver::take_bytes(int64_t bytes) {
 }
 
 Workspace::Workspace(int64_t bytes) : bytes_(bytes) {
-  Block* best = nullptr;
-  for (Block& block : kept)
-    if (block.bytes >= bytes && (!best || block.bytes < best->bytes)) best = &block;
-  if (best && bytes > kSmall) {
+  Block* const best = bytes > kSmall ? best_kept(bytes) : nullptr;
+  if (best && best->bytes >= bytes) {
     bytes_ = std::exchange(best->bytes, 0);
     data_ = best->data.release();
-  } else {
-    data_ = ::operator new(static_cast<std::size_t>(bytes), kCacheLine);
+    return;
   }
+  if (best && bytes <= kKept) *best = {};  // this block will take its place
+  data_ = ::operator new(static_cast<std::size_t>(bytes), kCacheLine);
 }
 
 Workspace::~Workspace() {
