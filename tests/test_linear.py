@@ -224,7 +224,7 @@ def test_threads_do_not_change_bits() -> None:
 import torch
 from helpers import num_threads
 from linear_cases import LARGE, Case
-for case in (LARGE, LARGE.but(rows=(1,)), Case((40,), 1500, 20), Case((1500,), 20, 3)):
+for case in (LARGE, LARGE.but(rows=(1,)), Case((40,), 1500, 20), Case((1500,), 20, 3), Case((3072,), 16, 24)):
     for dtype in (torch.float32, torch.bfloat16):
         tensors, grad_output = case.tensors(dtype), case.grad_output(dtype)
         results = []
@@ -286,6 +286,24 @@ def test_runs_and_modes_are_bitwise_equal(activation: str | None, device: str) -
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
             assert torch.equal(case.run(tensors), first[0])
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight"])
+def test_what_no_gradient_needs_may_change(frozen: str, device: str) -> None:
+    """As with torch's: of a layer without activation, the gradient of one factor asks for the other alone."""
+    tensors = {
+        "input": random_tensor(5, 7, seed=1, device=device),
+        "weight": random_tensor(3, 7, seed=2, device=device),
+    }
+    trained = next(tensor for name, tensor in tensors.items() if name != frozen).requires_grad_()
+    gradients = []
+    for function in (linear, F.linear):
+        factors = {name: tensor * 1 for name, tensor in tensors.items()}
+        output = function(**factors)
+        with torch.no_grad():
+            next(factor for name, factor in factors.items() if name != frozen).add_(1)
+        gradients += torch.autograd.grad(output.sum(), trained)
+    torch.testing.assert_close(*gradients)
 
 
 # ---- what runs and what is kept --------------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ CpuCapability of_this_cpu() {
   return avx512 ? CpuCapability::AVX512 : avx2 ? CpuCapability::AVX2 : CpuCapability::Default;
 }
 
-CpuidWords leaf7(int subleaf) {
+CpuidWords cpuid(int leaf, int subleaf) {
   int words[4];
-  __cpuidex(words, 7, subleaf);
+  __cpuidex(words, leaf, subleaf);
   return {{words[0], words[1], words[2], words[3]}};
 }
 
@@ -51,9 +51,9 @@ CpuCapability of_this_cpu() {
   return avx512 ? CpuCapability::AVX512 : avx2 ? CpuCapability::AVX2 : CpuCapability::Default;
 }
 
-CpuidWords leaf7(int subleaf) {
+CpuidWords cpuid(int leaf, int subleaf) {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  __get_cpuid_count(7, subleaf, &a, &b, &c, &d);
+  __get_cpuid_count(leaf, subleaf, &a, &b, &c, &d);
   return {{int(a), int(b), int(c), int(d)}};
 }
 
@@ -66,7 +66,7 @@ int registers_that_the_system_saves() {
 #else
 
 CpuCapability of_this_cpu() { return CpuCapability::Default; }
-CpuidWords leaf7(int) { return {}; }
+CpuidWords cpuid(int, int) { return {}; }
 int registers_that_the_system_saves() { return 0; }
 
 #endif
@@ -90,9 +90,15 @@ CpuCapability allowed() {
 bool has_amx_for(CpuFeature feature) {
   constexpr int kTiles = 1 << 17 | 1 << 18;
   if (!has_bits(registers_that_the_system_saves(), kTiles)) return false;
-  const CpuidWords first = leaf7(0);
+  const CpuidWords first = cpuid(7, 0);
   if (feature == CpuFeature::AmxBFloat16) return has_bits(first.word[3], 1 << 22);
-  return first.word[0] >= 1 && has_bits(leaf7(1).word[0], 1 << 21);
+  return first.word[0] >= 1 && has_bits(cpuid(7, 1).word[0], 1 << 21);
+}
+
+// The first leaf spells "GenuineIntel".
+bool is_intel() {
+  const CpuidWords maker = cpuid(0, 0);
+  return maker.word[1] == 0x756e6547 && maker.word[3] == 0x49656e69 && maker.word[2] == 0x6c65746e;
 }
 
 }  // namespace
@@ -104,7 +110,8 @@ CpuCapability cpu_capability() {
 
 bool cpu_has(CpuFeature feature) {
   // Only a CPU with AVX512 is asked: it has the instruction that reads what the system saves.
-  return cpu_capability() == CpuCapability::AVX512 && has_amx_for(feature);
+  if (cpu_capability() != CpuCapability::AVX512) return false;
+  return feature == CpuFeature::Intel ? is_intel() : has_amx_for(feature);
 }
 
 const char* name_of(CpuCapability capability) {

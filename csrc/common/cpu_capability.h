@@ -10,8 +10,9 @@ constexpr int kCpuCapabilities = 3;
 CpuCapability cpu_capability();
 const char* name_of(CpuCapability capability);
 
-// What some CPUs have beside AVX512, each for one element type.
-enum class CpuFeature { AmxFloat16, AmxBFloat16 };
+// What some CPUs have beside AVX512: matrix units, each for one element type, and a maker whose own library is at its
+// best on them.
+enum class CpuFeature { AmxFloat16, AmxBFloat16, Intel };
 
 // Whether this CPU has it and the system lets programs use it; not where cpu_capability() is less than AVX512.
 bool cpu_has(CpuFeature feature);

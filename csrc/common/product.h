@@ -45,7 +45,8 @@ class Product {
 
   // pack_left(row, rows, k, depth, column, to): row + i of the left operand at depth k + j goes to
   // to[i / kRows * kStrip + j * kRows + i % kRows]. Rows are a multiple of kRows but for the last ones; depth <=
-  // kDepth. `column` is the first one of the result that the block is for: each row is asked for once with column 0.
+  // kDepth. `column` is the first one of the result that the block is for: each row is asked for once with column 0, by
+  // one thread, in the order of depths.
   using PackLeft = FunctionRef<int64_t, int64_t, int64_t, int64_t, int64_t, T*>;
   // pack_right(k, depth, column, columns, to): the right operand's (k + j, column + i) goes to to[j * kCols + i], zero
   // where columns <= i < kCols.
@@ -57,6 +58,7 @@ class Product {
       : size_(size), left_(left), right_(right), finish_(finish) {}
 
   void run() const {
+    if (size_.rows == 0 || size_.columns == 0) return;
     if (size_.rows <= kFewBlocks * kBlockRows &&
         left_size(size_.rows, size_.depth) <= kSharedBytes / int64_t(sizeof(T)))
       run_few_rows();
@@ -79,18 +81,22 @@ class Product {
   // comes next into L2, a line of each of its rows with a strip; null where there is none.
   static void multiply(const T* left, const T* panel, int64_t rows, int64_t depth, T* c, bool accumulate,
                        const T* next) {
+    [[maybe_unused]] constexpr int64_t kLine = 64 / sizeof(T);
 #if defined(CPU_CAPABILITY_AVX2)  // whose tile of floats has no place for that
     constexpr int64_t kFetching = 0;
 #else
-    constexpr int64_t kFetching = kCols * sizeof(T) / 64;
+    constexpr int64_t kFetching = kCols / kLine;
 #endif
     for (int64_t i = 0; i < rows; i += kRows, left += kStrip, c += kRows * kCols) {
       const GemmLeft<T> a{left, 1, kRows};
       const GemmRight<T> b{panel, kCols};
-      if (kFetching > 0 && next && i < kFetching * kRows && i + kRows <= rows)
-        gemm_tile<T, kRows, (kFetching > 0)>(a, b, depth, c, kCols, accumulate, next + i / kRows * kCols / kFetching);
-      else
-        gemm_panel<T>(a, b, std::min(kRows, rows - i), depth, c, kCols, accumulate);
+      if constexpr (kFetching > 0) {
+        if (next && i < kFetching * kRows && i + kRows <= rows) {
+          gemm_tile<T, kRows, true>(a, b, depth, c, kCols, accumulate, next + i / kRows * kLine);
+          continue;
+        }
+      }
+      gemm_panel<T>(a, b, std::min(kRows, rows - i), depth, c, kCols, accumulate);
     }
   }
 
@@ -101,11 +107,13 @@ class Product {
     const int64_t strips = ceil_div(rows, kRows);
     const Workspace packed(left_size(rows, depth) * sizeof(T));
     T* const left = packed.as<T>();
-    parallel_for(0, strips * depth_blocks, ceil_div(kGrain, kStrip), [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t row = i % strips * kRows, k = i / strips * kDepth;
-        left_(row, std::min(kRows, size_.rows - row), k, std::min(kDepth, size_.depth - k), 0, left + i * kStrip);
-      }
+    parallel_for(0, strips, ceil_div(kGrain, kStrip * depth_blocks), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i)
+        for (int64_t block = 0; block < depth_blocks; ++block) {
+          const int64_t row = i * kRows, k = block * kDepth;
+          left_(row, std::min(kRows, size_.rows - row), k, std::min(kDepth, size_.depth - k), 0,
+                left + (block * strips + i) * kStrip);
+        }
     });
     // Where there are fewer panels than threads want, rows are cut as well.
     const int64_t cuts = threads == 1 ? 1 : std::min(ceil_div(2 * threads, panels), strips);

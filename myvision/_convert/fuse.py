@@ -148,7 +148,9 @@ class Step:
         last = node
         for takes in (_adds, _activates) if is_norm else (_activates, _drops, _adds):
             reader = _only_reader(last)
-            if reader and takes(reader, last, modules):
+            # What adds to a product in place keeps the product's type and shape, as a fused sum may not.
+            is_kept = not is_norm and takes is _adds and reader is not None and _writes(reader, modules)
+            if reader and takes(reader, last, modules) and not is_kept:
                 taken[takes] = last = reader
         input = node.args[0]
         assert isinstance(input, fx.Node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from myvision._checks import check, check_same_device, name_of
+from myvision._checks import check, check_number, check_same_device, name_of
 
 
 def new_seed(input: Tensor, dropout_p: float) -> Tensor | None:
@@ -15,6 +15,7 @@ def new_seed(input: Tensor, dropout_p: float) -> Tensor | None:
 
 def check_probability(op: str, dropout_p: float) -> None:
     """In plain Python, as the functions call it: a compiled graph takes no check of a number that it does not know."""
+    check_number(f"{op}: dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"{op}: dropout_p must be between 0 and 1, but is {dropout_p:g}")
 

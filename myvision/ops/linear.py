@@ -159,7 +159,17 @@ _Arguments = arguments_of(_linear)
 
 def _setup_context(ctx: Any, call: Any, results: tuple[Tensor, Tensor]) -> None:
     ctx.options = call.activation, call.negative_slope, call.dropout_p
-    ctx.save_for_backward(call.input, call.weight, call.bias, results[1], call.seed)
+    input, weight = call.input, call.weight
+    if call.activation is None:  # then the gradient of each asks for the other alone, as torch's does
+        needs = needs_of(_Arguments, ctx)
+        input = input if needs.weight else _shape_of(input)
+        weight = weight if needs.input else _shape_of(weight)
+    ctx.save_for_backward(input, weight, call.bias, results[1], call.seed)
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Stands in for a tensor of which only the shape matters: neither its memory is kept nor a change of it noticed."""
+    return tensor.new_zeros(()).expand(tensor.shape)
 
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

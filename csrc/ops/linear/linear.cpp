@@ -110,10 +110,11 @@ Tensor new_tensor(const Call& call, IntArray sizes) {
 Tensor new_output(const Call& call) { return new_tensor(call, {call.shape.data(), call.shape.size()}); }
 
 // ------------------------------------------------------------------------------------------------ torch's products
-// GPUs have torch's products alone.
-bool takes_torch_product(Dtype dtype) {
+// GPUs have torch's products alone. On the CPU few rows of forward have the own one, unless a person asks for torch's.
+bool takes_torch_product(const LinearParams& p, bool forward) {
   if constexpr (kOnGpu) return true;
-  return cpu_product(dtype).is_torch;
+  const ProductChoice& choice = cpu_product(p.dtype);
+  return choice.is_torch && (choice.is_asked_for || !forward || p.rows > kFewRows);
 }
 
 // A tensor as [rows, columns].
@@ -190,7 +191,7 @@ Result forward(Call call, bool keep_preactivation) {
     return {new_output(call), keep_preactivation ? new_output(call) : no_preactivation(call)};
   }
   if constexpr (!kOnGpu) {
-    if (!takes_torch_product(call.params.dtype)) return forward_by_own_product(call, keep_preactivation);
+    if (!takes_torch_product(call.params, true)) return forward_by_own_product(call, keep_preactivation);
   }
   return forward_by_torch(call, keep_preactivation);
 }
@@ -268,7 +269,7 @@ Gradients linear_backward(const Tensor& grad_output, const Tensor& input, const 
   check_preactivation(preactivation, call);
   if (has_activation(call)) call.params.preactivation = const_cast<void*>(preactivation.const_data_ptr());
   if constexpr (!kOnGpu) {
-    if (!takes_torch_product(call.params.dtype)) return backward_by_own_product(call, grad_output, output_mask);
+    if (!takes_torch_product(call.params, false)) return backward_by_own_product(call, grad_output, output_mask);
   }
   return backward_by_torch(call, grad_output, output_mask);
 }

@@ -18,6 +18,9 @@ struct Matrix {
   int64_t row, column;
 };
 
+// Up to so many rows the CPU's own product reads the weight once where it lies, at the speed of memory.
+inline constexpr int64_t kFewRows = 32;
+
 struct LinearParams {
   Dtype dtype;  // of everything: Float64, Float32, Float16 or BFloat16
   int64_t rows, features, outputs;
@@ -44,8 +47,8 @@ struct LinearGradients {
 MYVISION_CPU_KERNEL(linear, forward, LinearParams)
 MYVISION_CPU_KERNEL(linear, backward, LinearParams, LinearGradients)
 
-// What follows a product that torch has computed, its bias added: output, which may be the product's own memory.
-// Neither bias nor preactivation is looked at.
+// What follows a product that torch has computed: output, which may be the product's own memory. The product has the
+// bias already and is the preactivation, so that both of these are null.
 MYVISION_KERNEL(linear, epilogue, LinearParams, Matrix)
 // What comes before such products: the gradient of the preactivation, [rows, outputs] and contiguous, from that of the
 // output.

@@ -4,10 +4,9 @@
 #include "common/parallel.h"
 #include "common/product.h"
 #include "common/vec_io.h"
+#include "ops/linear/linear.h"
 
 namespace myvision::CPU_CAPABILITY::linear {
-
-inline constexpr int64_t kFewRows = 32;
 
 // Sums in registers: of rows of the input, and of the weight.
 #if defined(CPU_CAPABILITY_AVX512)
