@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+ACTIVATIONS = ("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish")
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -113,4 +114,12 @@ def check_output_mask(op: str, output_mask: Sequence[bool], gradients: int) -> N
         op,
         len(output_mask) == gradients,
         lambda: f"output_mask must have {gradients} elements, but has {len(output_mask)}",
+    )
+
+
+def check_activation(op: str, activation: str | None) -> None:
+    check(
+        op,
+        activation is None or activation in ACTIVATIONS,
+        lambda: f"activation must be one of None, {', '.join(map(repr, ACTIVATIONS))}, but is {activation!r}",
     )

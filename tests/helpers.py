@@ -63,20 +63,28 @@ def available_instruction_sets() -> list[str]:
     return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(torch.ops.myvision._cpu_capability().lower()) + 1]
 
 
+class Recorder(TorchDispatchMode):
+    """Notes every operator that the dispatcher is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def names(self) -> list[str]:
+        return [func.name() for func in self.operators]
+
+
 def operators_run(call: Callable[..., object], *args: Any, **kwargs: Any) -> list[str]:
     """Names of the operators that a call without gradients runs, myvision's and those of torch's that compute."""
-    names = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = str(func.overloadpacket)
-            if not func.is_view and name not in WITHOUT_ARITHMETIC:
-                names.append(name)
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Record():
+    with torch.no_grad(), Recorder() as recorder:
         call(*args, **kwargs)
-    return names
+    named = [(str(func.overloadpacket), func) for func in recorder.operators]
+    return [name for name, func in named if not func.is_view and name not in WITHOUT_ARITHMETIC]
 
 
 # Starts processes that have imported torch and myvision, which takes longer than most of what they are for.

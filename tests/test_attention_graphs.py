@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import NAMES, PLAIN, Case
-from helpers import HALF_DTYPES, random_tensor, run_fresh_python
+from helpers import HALF_DTYPES, Recorder, random_tensor, run_fresh_python
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -386,14 +386,7 @@ def test_fx_traces_the_function_whole() -> None:
 
 def test_inference_shows_the_single_operator() -> None:
     """No private operator, and no lse, where nothing needs a gradient."""
-    seen: list[str] = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     query, key, value, mask, *_ = PLAIN.but(mask="bool").tensors()
-    with Recorder():
+    with Recorder() as recorder:
         scaled_dot_product_attention(query, key, value, mask, is_causal=True, window=3)
-    assert seen == ["myvision::attention"]
+    assert recorder.names == ["myvision::attention"]

@@ -239,8 +239,8 @@ for case in (LARGE, LARGE.but(rows=(1,)), Case((40,), 1500, 20), Case((1500,), 2
 
 
 # Rows, outputs and features: several blocks of rows and groups of columns; the depth in two parts where one thread has
-# memory for them; few columns for many threads.
-BLOCKED = [(1300, 1100, 40), (620, 70, 24000), (40, 1100, 700)]
+# memory for them; few columns for many threads; an output that is written past the caches.
+BLOCKED = [(1300, 1100, 40), (620, 70, 24000), (40, 1100, 700), (4200, 1024, 8)]
 
 
 @pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, random_tensor, run_fresh_python
+from helpers import HALF_DTYPES, Recorder, random_tensor, run_fresh_python
 from linear_cases import CASES, LAYOUTS, NAMES, PLAIN, Case
 from norm_cases import ACTIVATIONS
 from torch import Tensor, nn
@@ -114,19 +114,12 @@ def test_vmap_and_gradients_of_each_sample(in_dims: tuple[int | None, ...], acti
 
 
 def test_vmap_is_one_call_where_all_share_the_parameters() -> None:
-    calls: list[str] = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     weight = random_tensor(6, 5)
     loss = torch.func.grad(lambda x: linear(x, weight, activation="silu").sum())
-    for inputs in (random_tensor(3, 5), random_tensor(3, 4, 5)):
-        with Recorder():
+    with Recorder() as recorder:
+        for inputs in (random_tensor(3, 5), random_tensor(3, 4, 5)):
             torch.vmap(loss)(inputs)
-    ours = [name for name in calls if name.startswith("myvision")]
+    ours = [name for name in recorder.names if name.startswith("myvision")]
     assert ours == ["myvision::_linear_forward", "myvision::_linear_backward"] * 2
 
 
@@ -341,17 +334,10 @@ def test_trace_shows_the_single_operator(case: Case) -> None:
 @pytest.mark.parametrize("case", [PLAIN, PLAIN.but(activation="silu")], ids=str)
 def test_inference_shows_the_single_operator(case: Case) -> None:
     """No private operator, and no preactivation, where nothing needs a gradient."""
-    seen: list[str] = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     tensors = case.tensors()
-    with Recorder():
+    with Recorder() as recorder:
         case.run(tensors)
-    assert seen == ["myvision::linear"]
+    assert recorder.names == ["myvision::linear"]
 
 
 def test_a_module_in_graphs() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS
+from helpers import LAYOUTS, Recorder
 from norm_cases import CASES, Case
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -161,17 +161,10 @@ def test_trace_shows_the_single_operator(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_inference_shows_the_single_operator(case: Case) -> None:
     """No private operator, and no statistics, where nothing needs a gradient."""
-    seen: list[str] = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     tensors = case.tensors()
-    with Recorder():
+    with Recorder() as recorder:
         case.run(tensors)
-    assert seen == [f"myvision::{case.op}"]
+    assert recorder.names == [f"myvision::{case.op}"]
 
 
 MODULES = {"batch_norm": myvision.nn.BatchNormAct2d, "instance_norm": myvision.nn.InstanceNormAct2d}

@@ -3,10 +3,12 @@
 #pragma once
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "common/activation.h"
 #include "common/stable.h"
 
 namespace myvision {
@@ -28,6 +30,12 @@ inline Dtype check_floating(const char* op, const Argument& argument) {
                  " must have dtype float64, float32, float16 or bfloat16, but has ",
                  name_of(argument.tensor.scalar_type()));
   return *dtype;
+}
+
+// The input, which most operators check first.
+inline Dtype checked_input(const char* op, const Tensor& input) {
+  check_defined(op, {"input", input});
+  return check_floating(op, {"input", input});
 }
 
 // `layout` names the dimensions.
@@ -63,6 +71,17 @@ inline void check_like(const char* op, const Argument& argument, const Argument&
 // ------------------------------------------------------------------------------------------------ options
 inline void check_probability(const char* op, double dropout_p) {
   MYVISION_CHECK(op, dropout_p >= 0 && dropout_p <= 1, "dropout_p must be between 0 and 1, but is ", dropout_p);
+}
+
+inline Activation check_activation(const char* op, const std::optional<std::string>& name, double negative_slope) {
+  if (!name) return {ActivationKind::None, negative_slope};
+  std::string known = "None";
+  for (int kind = 1; kind < static_cast<int>(std::size(kActivationNames)); ++kind) {
+    if (*name == kActivationNames[kind]) return {static_cast<ActivationKind>(kind), negative_slope};
+    known += std::string(", '") + kActivationNames[kind] + "'";
+  }
+  MYVISION_CHECK(op, false, "activation must be one of ", known, ", but is '", *name, "'");
+  return {};
 }
 
 inline void check_seed(const char* op, double dropout_p, const std::optional<Tensor>& seed, const Argument& like) {

@@ -4,7 +4,6 @@
 #include <optional>
 #include <string>
 
-#include "common/activation.h"
 #include "common/broadcast.h"
 #include "common/checks.h"
 #include "common/strided.h"
@@ -13,11 +12,6 @@ namespace myvision {
 
 // ------------------------------------------------------------------------------------------------ checks
 // The checks stand in the order in which myvision/ops/_norm.py makes them for the fakes.
-inline Dtype checked_input(const char* op, const Tensor& input) {
-  check_defined(op, {"input", input});
-  return check_floating(op, {"input", input});
-}
-
 // A weight or a bias, of any floating-point type: it is cast to the type computed in.
 inline void check_parameter(const char* op, const char* name, const std::optional<Tensor>& tensor, IntArray shape,
                             const Tensor& input) {
@@ -49,25 +43,12 @@ inline void check_like_input(const char* op, const char* name, const std::option
   check_like(op, argument, like);
 }
 
-inline Activation check_activation(const char* op, const std::optional<std::string>& name, double negative_slope) {
-  if (!name) return {ActivationKind::None, negative_slope};
-  std::string known = "None";
-  for (int kind = 1; kind < static_cast<int>(std::size(kActivationNames)); ++kind) {
-    if (*name == kActivationNames[kind]) return {static_cast<ActivationKind>(kind), negative_slope};
-    known += std::string(", '") + kActivationNames[kind] + "'";
-  }
-  MYVISION_CHECK(op, false, "activation must be one of ", known, ", but is '", *name, "'");
-  return {};
-}
-
 // ------------------------------------------------------------------------------------------------ parameters
 // Returns a parameter as the kernels take it: contiguous, in the type computed in.
 inline std::optional<Tensor> as_reals(const std::optional<Tensor>& tensor, const Tensor& input) {
   if (!tensor) return std::nullopt;
   return torch::stable::contiguous(cast(*tensor, real_type(input)));
 }
-
-inline const void* data_of(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
 inline Tensor new_reals(const Tensor& input, IntArray sizes) {
   return torch::stable::new_empty(input, sizes, real_type(input));

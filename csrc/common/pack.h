@@ -5,12 +5,9 @@
 
 namespace myvision::CPU_CAPABILITY {
 
-// A matrix in memory: element (i, k) stands at data[i * row + k * step].
+// A matrix in memory, of any type; gemm.h finds the elements of its left operand in the same way.
 template <typename S>
-struct PackSource {
-  const S* data;
-  int64_t row, step;
-};
+using PackSource = GemmLeft<S>;
 
 // A strip of the left operand, of a matrix whose rows lie side by side.
 template <typename T, typename S>

@@ -148,6 +148,8 @@ inline Tensor cast(const Tensor& tensor, ScalarType type) {
   return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
 }
 
+inline const void* data_of(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
 // Whether the strides of [batch, channels, ...] in 4 or 5 dimensions say channels_last, by the rule of torch's own
 // operators: slices count, what is contiguous as well does not. myvision/_layout.py predicts the same.
 inline bool is_channels_last(const Tensor& tensor) {

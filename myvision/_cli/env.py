@@ -12,8 +12,8 @@ import torch
 
 import myvision
 from myvision import _extension
+from myvision._checks import FLOATING, name_of
 
-PRODUCT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OPTIONAL_PACKAGES = ("torchvision", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -42,7 +42,7 @@ def describe() -> dict[str, str]:
         "torch": f"{torch.__version__} ({torch_kind()})",
         **{name: installed_version(name) for name in OPTIONAL_PACKAGES},
         "instruction set": f"{instruction_set} ({why})",
-        **{f"linear's product in {str(dtype).removeprefix('torch.')}": product(dtype) for dtype in PRODUCT_DTYPES},
+        **{f"linear's product in {name_of(dtype)}": product(dtype) for dtype in FLOATING},
         "threads": str(torch.get_num_threads()),
         "GPU operators": gpu_operators(built["GPU library"]),
         "GPUs": gpus(),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from myvision._checks import ACTIVATIONS
 from myvision.nn._leaf import Leaf
-from myvision.ops._norm import ACTIVATIONS
 
 
 class Activated(Leaf):

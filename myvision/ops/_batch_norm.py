@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from myvision._checks import check, check_floating, check_output_mask
+from myvision._checks import check, check_activation, check_floating, check_output_mask
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autograd import past_autograd, register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
@@ -19,7 +19,6 @@ from myvision._formulas.batch_norm import batch_norm
 from myvision._formulas.group_norm import group_norm
 from myvision._layout import dense_like, is_dense
 from myvision.ops._norm import (
-    check_activation,
     check_channel_parameter,
     check_like_input,
     check_statistics,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from myvision._checks import check, check_floating, check_output_mask
+from myvision._checks import check, check_activation, check_floating, check_output_mask
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autograd import past_autograd, register_autograd, register_second_derivative
 from myvision._dispatch.fake import register_fake
@@ -21,7 +21,6 @@ from myvision._formulas.rms_norm import rms_norm
 from myvision._layout import dense_like
 from myvision.ops._dropout import check_dropout
 from myvision.ops._norm import (
-    check_activation,
     check_like_input,
     check_parameter,
     check_statistics,

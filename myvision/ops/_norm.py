@@ -21,8 +21,6 @@ from myvision._checks import (
 from myvision._dispatch.autocast import register_autocast
 from myvision._dispatch.tracing import is_tracing
 
-ACTIVATIONS = ("relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "hardswish")
-
 
 def real_dtype(input: Tensor) -> torch.dtype:
     """The type that is computed in, and that statistics are kept in."""
@@ -65,14 +63,6 @@ def check_like_input(op: str, name: str, tensor: Tensor | None, input: Tensor) -
         return
     check_same_shape(op, name, tensor, input)
     check_like(op, name, tensor, input)
-
-
-def check_activation(op: str, activation: str | None) -> None:
-    check(
-        op,
-        activation is None or activation in ACTIVATIONS,
-        lambda: f"activation must be one of None, {', '.join(map(repr, ACTIVATIONS))}, but is {activation!r}",
-    )
 
 
 def check_statistics(op: str, statistics: Tensor, shape: Sequence[int], input: Tensor) -> None:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from myvision._checks import FLOATING as _DTYPES  # noqa: F401  for `python -m myvision ops`
-from myvision._checks import check, check_floating, check_like, check_output_mask, check_shape, check_tensors
+from myvision._checks import (
+    check,
+    check_activation,
+    check_floating,
+    check_like,
+    check_output_mask,
+    check_shape,
+    check_tensors,
+)
 from myvision._dispatch.arguments import arguments_of, call_by_name, needs_of
 from myvision._dispatch.autocast import register_autocast
 from myvision._dispatch.autograd import past_autograd, register_autograd, register_second_derivative
@@ -19,7 +27,6 @@ from myvision._dispatch.vjp import gradients_of
 from myvision._dispatch.vmap import Rule, batch_first, register_vmap
 from myvision._formulas.linear import linear as formula
 from myvision.ops._dropout import check_dropout, check_probability, new_seed
-from myvision.ops._norm import check_activation
 
 _linear = torch.ops.myvision.linear.default
 _forward = torch.ops.myvision._linear_forward.default

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-#include "common/norm.h"
+#include "common/checks.h"
 #include "common/product_choice.h"
 
 namespace myvision {
@@ -75,10 +75,16 @@ Call checked_call(const Tensor& input, const Tensor& weight, const OptionalTenso
 }
 
 // ------------------------------------------------------------------------------------------------ memory
-// Whether all dimensions but the last can be walked as one.
-bool has_even_rows(const Tensor& tensor) {
+// The innermost dimension before the last one that has several elements; -1 where there is none.
+int64_t row_dim(const Tensor& tensor) {
   int64_t dim = tensor.dim() - 2;
   while (dim >= 0 && tensor.size(dim) == 1) --dim;
+  return dim;
+}
+
+// Whether all dimensions but the last can be walked as one.
+bool has_even_rows(const Tensor& tensor) {
+  int64_t dim = row_dim(tensor);
   for (int64_t outer = dim - 1; outer >= 0; --outer) {
     if (tensor.size(outer) == 1) continue;
     if (tensor.stride(outer) != tensor.stride(dim) * tensor.size(dim)) return false;
@@ -96,23 +102,29 @@ struct Rows {
 
 Rows as_rows(const Tensor& tensor) {
   const Tensor rows = has_even_rows(tensor) ? tensor : torch::stable::contiguous(tensor);
-  int64_t dim = rows.dim() - 2;
-  while (dim >= 0 && rows.size(dim) == 1) --dim;
-  const int64_t last = rows.dim() - 1;
+  const int64_t dim = row_dim(rows), last = rows.dim() - 1;
   return {rows,
           {const_cast<void*>(rows.const_data_ptr()), dim >= 0 ? rows.stride(dim) : rows.size(last), rows.stride(last)}};
 }
 
+std::vector<int64_t> contiguous_strides(IntArray sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; stride *= std::max<int64_t>(sizes[dim], 1)) strides[dim] = stride;
+  return strides;
+}
+
 Tensor new_tensor(const Call& call, IntArray sizes) {
-  return torch::stable::new_empty(call.input, sizes, call.input.scalar_type());
+  const std::vector<int64_t> strides = contiguous_strides(sizes);
+  return empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), call.input.scalar_type(),
+                       call.input);
 }
 
 Tensor new_output(const Call& call) { return new_tensor(call, {call.shape.data(), call.shape.size()}); }
 
 // ------------------------------------------------------------------------------------------------ torch's products
-// GPUs have torch's products alone. On the CPU few rows of forward have the own one, unless a person asks for torch's.
-bool takes_torch_product(const LinearParams& p, bool forward) {
-  if constexpr (kOnGpu) return true;
+// On the CPU, as GPUs have torch's alone. Few rows of forward have the own one, unless a person asks for torch's.
+[[maybe_unused]] bool takes_torch_product(const LinearParams& p, bool forward) {
   const ProductChoice& choice = cpu_product(p.dtype);
   return choice.is_torch && (choice.is_asked_for || !forward || p.rows > kFewRows);
 }
@@ -126,9 +138,7 @@ Tensor flattened(const Tensor& tensor, int64_t rows, int64_t columns) {
 // refuse to be changed in place.
 Tensor in_shape(const Tensor& tensor, IntArray sizes) {
   const Tensor dense = torch::stable::contiguous(tensor);
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0; stride *= std::max<int64_t>(sizes[dim], 1)) strides[dim] = stride;
+  const std::vector<int64_t> strides = contiguous_strides(sizes);
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(dense.get(), static_cast<int64_t>(sizes.size()),
                                                                sizes.data(), strides.data(), 0, &handle));
@@ -144,13 +154,10 @@ Tensor torch_linear(const Tensor& input, const Tensor& weight, const OptionalTen
 
 // ------------------------------------------------------------------------------------------------ forward
 struct Result {
-  Tensor output, preactivation;
+  Tensor output, preactivation;  // undefined where it is not kept
 };
 
 bool has_activation(const Call& call) { return call.params.activation.kind != ActivationKind::None; }
-
-// What there is of a preactivation that nobody wants.
-Tensor no_preactivation(const Call& call) { return new_tensor(call, {0}); }
 
 // torch adds the bias as it writes the product, which costs nothing where cuBLASLt does. So the product is the
 // preactivation, and what remains is done in its own memory where that need not be kept. The other epilogues of
@@ -159,9 +166,8 @@ Result forward_by_torch(Call& call, bool keep_preactivation) {
   LinearParams& p = call.params;
   const Tensor rows = flattened(call.input, p.rows, p.features);
   const Tensor product = in_shape(torch_linear(rows, call.weight, call.bias), {call.shape.data(), call.shape.size()});
-  if (!has_activation(call) && p.dropout_p == 0 && !call.residual) return {product, no_preactivation(call)};
-  const Result result =
-      keep_preactivation ? Result{new_output(call), product} : Result{product, no_preactivation(call)};
+  if (!has_activation(call) && p.dropout_p == 0 && !call.residual) return {product, Tensor()};
+  const Result result = keep_preactivation ? Result{new_output(call), product} : Result{product, Tensor()};
   Rows residual{};
   if (call.residual) residual = as_rows(*call.residual);
   p.residual = residual.matrix;
@@ -172,7 +178,7 @@ Result forward_by_torch(Call& call, bool keep_preactivation) {
 
 Result forward_by_own_product(Call& call, bool keep_preactivation) {
   LinearParams& p = call.params;
-  const Result result{new_output(call), keep_preactivation ? new_output(call) : no_preactivation(call)};
+  const Result result{new_output(call), keep_preactivation ? new_output(call) : Tensor()};
   const Rows input = as_rows(call.input), weight = as_rows(call.weight);
   const OptionalTensor bias = call.bias ? OptionalTensor(torch::stable::contiguous(*call.bias)) : std::nullopt;
   Rows residual{};
@@ -185,10 +191,10 @@ Result forward_by_own_product(Call& call, bool keep_preactivation) {
   return result;
 }
 
-Result forward(Call call, bool keep_preactivation) {
+Result forward(Call& call, bool keep_preactivation) {
   keep_preactivation = keep_preactivation && has_activation(call);
   if (call.params.rows * call.params.outputs == 0) {
-    return {new_output(call), keep_preactivation ? new_output(call) : no_preactivation(call)};
+    return {new_output(call), keep_preactivation ? new_output(call) : Tensor()};
   }
   if constexpr (!kOnGpu) {
     if (!takes_torch_product(call.params, true)) return forward_by_own_product(call, keep_preactivation);
@@ -198,16 +204,16 @@ Result forward(Call call, bool keep_preactivation) {
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const Name& activation,
               double negative_slope, double dropout_p, const OptionalTensor& seed, const OptionalTensor& residual) {
-  return forward(checked_call(input, weight, bias, activation, negative_slope, dropout_p, seed, residual), false)
-      .output;
+  Call call = checked_call(input, weight, bias, activation, negative_slope, dropout_p, seed, residual);
+  return forward(call, false).output;
 }
 
 std::tuple<Tensor, Tensor> linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                           const Name& activation, double negative_slope, double dropout_p,
                                           const OptionalTensor& seed, const OptionalTensor& residual) {
-  const Result result =
-      forward(checked_call(input, weight, bias, activation, negative_slope, dropout_p, seed, residual), true);
-  return {result.output, result.preactivation};
+  Call call = checked_call(input, weight, bias, activation, negative_slope, dropout_p, seed, residual);
+  const Result result = forward(call, true);
+  return {result.output, result.preactivation.defined() ? result.preactivation : new_tensor(call, {0})};
 }
 
 // ------------------------------------------------------------------------------------------------ backward
